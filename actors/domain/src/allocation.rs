@@ -1,0 +1,357 @@
+//! An allocation: one rental of GPUs on one node, and the saga that provisions and releases it (specification,
+//! *States and transitions*; decisions 5).
+//!
+//! ```text
+//! requested ──reserved──▶ provisioning ──provisioned──▶ active ──release──▶ releasing ──cleaned──▶ released
+//!     │                        └────failed, overdue, release────────────────▶│   ▲                    ▲
+//!     └──no capacity, cancelled, overdue───────────────────────────────────  │   │retry               │
+//!                                                                            ▼   │                    │
+//!                                                                       release_failed ──force─────────┘
+//! ```
+//!
+//! The allocation tells a node what to do through its events, and hears back through commands that are facts. It never learns
+//! of a node by itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
+
+mod saga;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use crate::authz::Action;
+use crate::event::Device;
+use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::money::Price;
+use crate::policy::Scopes;
+use serde::{Deserialize, Serialize};
+
+pub use view::{Failure, StatusEntry};
+
+/// An allocation and where its saga stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allocation {
+    pub id: AllocationId,
+    pub asked: Request,
+    pub requested_at: Timestamp,
+    pub phase: Phase,
+    /// Why it could not be had, where it could not.
+    pub failure: Option<Failure>,
+    pub history: Vec<StatusEntry>,
+    pub active_at: Option<Timestamp>,
+    pub release_requested_at: Option<Timestamp>,
+}
+
+/// What a user asks for, with everything resolved that must not change under them: the price and the keys.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    pub user_id: String,
+    pub org_id: Option<String>,
+    pub project_id: Option<String>,
+    pub plan: Option<String>,
+    pub sku_id: SkuId,
+    pub sku: String,
+    pub region_code: Option<String>,
+    pub node_id: Option<NodeId>,
+    pub gpu_count: u32,
+    pub ssh_keys: Vec<AuthorizedKey>,
+    pub isolation_model: String,
+    pub price: Price,
+    /// How long to wait for capacity; `None`: an answer at once.
+    pub queue_seconds: Option<u32>,
+}
+
+/// A public key that opens the allocation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AuthorizedKey {
+    pub id: SshKeyId,
+    /// OpenSSH text form, without options.
+    pub public_key: String,
+    /// OpenSSH `SHA256:` form.
+    pub fingerprint: String,
+}
+
+/// Where an allocation lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Placed {
+    pub devices: Vec<Device>,
+    pub host: String,
+    pub port: u16,
+    pub user_name: String,
+    pub region_code: String,
+}
+
+/// The six states, each with what is known only there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    Requested {
+        until: Timestamp,
+        /// When capacity is looked for again, for a request that queues.
+        look_again_at: Option<Timestamp>,
+    },
+    Provisioning {
+        node_id: NodeId,
+        placed: Placed,
+        until: Timestamp,
+    },
+    Active {
+        node_id: NodeId,
+        placed: Placed,
+    },
+    Releasing {
+        node_id: NodeId,
+        placed: Placed,
+        attempt: u32,
+        until: Timestamp,
+    },
+    ReleaseFailed {
+        node_id: NodeId,
+        placed: Placed,
+        attempt: u32,
+        reason: String,
+        detail: String,
+        next: AfterFailure,
+    },
+    Released {
+        at: Timestamp,
+        last: Option<(NodeId, Placed)>,
+    },
+}
+
+/// What a failed release waits for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AfterFailure {
+    /// The next attempt.
+    RetryAt(Timestamp),
+    /// The attempts are used up and the node is fenced: an administrator's `retry-release` or `force-release`. The instant is
+    /// since when.
+    Operator(Timestamp),
+}
+
+/// What can be asked of an allocation, and the facts it is told.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Request(Box<Request>),
+    Release {
+        issue: Option<String>,
+    },
+    RetryRelease {
+        reason: String,
+    },
+    ForceRelease {
+        reason: String,
+    },
+    /// A node holds the devices for it.
+    Reserved {
+        node_id: NodeId,
+        placed: Placed,
+    },
+    /// No node can take it; `suggestion` says what could be had instead.
+    NoCapacity {
+        suggestion: Option<String>,
+    },
+    /// The tenant's quota is used up.
+    OverQuota {
+        limit: i64,
+    },
+    Provisioned {
+        node_id: NodeId,
+    },
+    ProvisionFailed {
+        node_id: NodeId,
+        reason: String,
+        detail: String,
+    },
+    Cleaned {
+        node_id: NodeId,
+        attempt: u32,
+    },
+    CleanupFailed {
+        node_id: NodeId,
+        attempt: u32,
+        reason: String,
+        detail: String,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Request(_) => "request",
+            Self::Release { .. } => "release",
+            Self::RetryRelease { .. } => "retry_release",
+            Self::ForceRelease { .. } => "force_release",
+            Self::Reserved { .. } => "reserved",
+            Self::NoCapacity { .. } => "no_capacity",
+            Self::OverQuota { .. } => "over_quota",
+            Self::Provisioned { .. } => "provisioned",
+            Self::ProvisionFailed { .. } => "provision_failed",
+            Self::Cleaned { .. } => "cleaned",
+            Self::CleanupFailed { .. } => "cleanup_failed",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Request(_) => Action::Rent,
+            Self::Release { .. } => Action::Release,
+            Self::RetryRelease { .. } | Self::ForceRelease { .. } => Action::RescueAllocations,
+            Self::Reserved { .. }
+            | Self::NoCapacity { .. }
+            | Self::OverQuota { .. }
+            | Self::Provisioned { .. }
+            | Self::ProvisionFailed { .. }
+            | Self::Cleaned { .. }
+            | Self::CleanupFailed { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+}
+
+/// Why a command was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    /// Also where the caller must not learn that it exists.
+    #[error("there is no such allocation")]
+    NotFound,
+    #[error("the allocation exists already")]
+    Exists,
+    #[error("an allocation in state {state} cannot {command}")]
+    WrongState { state: String, command: String },
+    #[error("gpu_count must be between 1 and {max}")]
+    GpuCount { max: u32 },
+    #[error("queue_seconds must be between 0 and {max}")]
+    QueueSeconds { max: i64 },
+}
+
+/// The most GPUs that one allocation may ask for: more than any machine holds.
+pub const MAX_GPUS: u32 = 64;
+
+/// How often a queued request looks for capacity again.
+pub const LOOK_AGAIN: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
+
+impl Machine for Allocation {
+    const KIND: crate::Kind = crate::Kind::Allocation;
+    type Command = Command;
+    /// The allocation as it stands after the command.
+    type Reply = Box<Self>;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Request(request)) => Self::request(*request, ctx),
+            (Some(_), Command::Request(_)) => Err(Rejection::Exists),
+            (None, _) => Err(Rejection::NotFound),
+            (Some(it), command) => it.advance(command, ctx),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        self.phase.name()
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match &self.phase {
+            Phase::Requested { until, .. } => {
+                Some(Deadline::new(*until, "no node has reserved the GPUs: waiting for capacity"))
+            }
+            Phase::Provisioning { node_id, until, .. } => {
+                Some(Deadline::new(*until, format!("node {node_id} has not confirmed that the tenant is set up")))
+            }
+            Phase::Releasing { node_id, attempt, until, .. } => {
+                Some(Deadline::new(*until, format!("node {node_id} has not proved the clean-up (attempt {attempt})")))
+            }
+            Phase::ReleaseFailed { node_id, next: AfterFailure::RetryAt(at), reason, .. } => {
+                Some(Deadline::new(*at, format!("clean-up on node {node_id} failed ({reason}): waiting to try again")))
+            }
+            Phase::ReleaseFailed { node_id, next: AfterFailure::Operator(since), reason, .. } => Some(Deadline::new(
+                *since,
+                format!("clean-up on node {node_id} failed too often ({reason}): needs retry-release or force-release"),
+            )),
+            Phase::Active { .. } | Phase::Released { .. } => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        match &self.phase {
+            Phase::Requested { until, look_again_at: Some(look) } => Some(*look.min(until)),
+            // Nothing but a person moves it on: there is no use in waking it.
+            Phase::ReleaseFailed { next: AfterFailure::Operator(_), .. } => None,
+            Phase::Requested { look_again_at: None, .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.deadline().map(|deadline| deadline.at),
+        }
+    }
+
+    fn keys(&self) -> Keys {
+        Keys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Phase {
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Requested { .. } => "requested",
+            Self::Provisioning { .. } => "provisioning",
+            Self::Active { .. } => "active",
+            Self::Releasing { .. } => "releasing",
+            Self::ReleaseFailed { .. } => "release_failed",
+            Self::Released { .. } => "released",
+        }
+    }
+}
+
+impl Allocation {
+    /// The scopes in which its policies are resolved.
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        self.asked.scopes()
+    }
+
+    /// The node and place that it has, or had last.
+    #[must_use]
+    pub const fn place(&self) -> Option<(NodeId, &Placed)> {
+        match &self.phase {
+            Phase::Provisioning { node_id, placed, .. }
+            | Phase::Active { node_id, placed }
+            | Phase::Releasing { node_id, placed, .. }
+            | Phase::ReleaseFailed { node_id, placed, .. }
+            | Phase::Released { last: Some((node_id, placed)), .. } => Some((*node_id, placed)),
+            Phase::Requested { .. } | Phase::Released { last: None, .. } => None,
+        }
+    }
+
+    /// The number of the clean-up attempt, 0 before the first.
+    #[must_use]
+    pub const fn attempt(&self) -> u32 {
+        match &self.phase {
+            Phase::Releasing { attempt, .. } | Phase::ReleaseFailed { attempt, .. } => *attempt,
+            Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Released { .. } => 0,
+        }
+    }
+}
+
+impl Request {
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        Scopes {
+            user_id: Some(self.user_id.clone()),
+            project_id: self.project_id.clone(),
+            org_id: self.org_id.clone(),
+            plan: self.plan.clone(),
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! The saga: which fact moves an allocation where, and what undoes a step that came to nothing.
+
+use super::{AfterFailure, Allocation, Command, Failure, LOOK_AGAIN, MAX_GPUS, Phase, Placed, Rejection, Request};
+use crate::event::Event;
+use crate::id::{AllocationId, EntityRef, Kind, NodeId};
+use crate::machine::{Audit, Command as _, Ctx, Step};
+use crate::policy::Key;
+use chrono::TimeDelta;
+use serde_json::json;
+
+/// The first pause between clean-up attempts; it doubles up to policy `allocation.release_backoff_max_seconds`.
+const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
+
+impl Allocation {
+    pub(super) fn request(request: Request, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        if !(1..=MAX_GPUS).contains(&request.gpu_count) {
+            return Err(Rejection::GpuCount { max: MAX_GPUS });
+        }
+        let scopes = request.scopes();
+        let longest = ctx.policy.int(Key::AllocationQueueMax, &scopes, ctx.now);
+        let patience = match request.queue_seconds {
+            Some(seconds) if i64::from(seconds) > longest => return Err(Rejection::QueueSeconds { max: longest }),
+            Some(seconds) => TimeDelta::seconds(seconds.into()),
+            None => ctx.policy.seconds(Key::AllocationProvisioningTimeout, &scopes, ctx.now),
+        };
+        let id = AllocationId(ctx.id);
+        let requested = Self {
+            id,
+            asked: request,
+            requested_at: ctx.now,
+            phase: Phase::Requested { until: ctx.now + patience, look_again_at: None },
+            failure: None,
+            history: Vec::new(),
+            active_at: None,
+            release_requested_at: None,
+        };
+        let phase = requested.phase.clone();
+        let requested = requested.moved(phase, ctx.now, "requested");
+        Ok(requested
+            .clone()
+            .step("asked for by its user")
+            .event(Event::AllocationRequested { allocation_id: id })
+            .audit(requested.audit("allocations.request", json!({ "gpu_count": requested.asked.gpu_count }))))
+    }
+
+    pub(super) fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match command {
+            Command::Request(_) => Err(Rejection::Exists),
+            Command::Release { issue } => self.release(issue, ctx),
+            Command::RetryRelease { reason } => self.retry_release(&reason, ctx),
+            Command::ForceRelease { reason } => self.force_release(&reason, ctx),
+            Command::Reserved { node_id, placed } => Ok(self.reserved(node_id, placed, ctx)),
+            Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
+            Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
+            Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
+            Command::ProvisionFailed { node_id, reason, detail } => {
+                Ok(self.provision_failed(node_id, &reason, &detail, ctx))
+            }
+            Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
+            Command::CleanupFailed { node_id, attempt, reason, detail } => {
+                Ok(self.cleanup_failed(node_id, attempt, &reason, &detail, ctx))
+            }
+            Command::Tick => Ok(self.tick(ctx)),
+        }
+    }
+
+    fn release(&self, issue: Option<String>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+            return Err(Rejection::NotFound);
+        }
+        let audit = self.audit("allocations.release", json!({ "issue": issue }));
+        match &self.phase {
+            Phase::Requested { .. } => {
+                Ok(self.end(None, "cancelled", "cancelled before a node was found", ctx).audit(audit))
+            }
+            Phase::Provisioning { node_id, placed, .. } | Phase::Active { node_id, placed } => {
+                let mut next = self.clone();
+                next.release_requested_at = Some(ctx.now);
+                Ok(next.clean_up(*node_id, placed, 1, "release requested", ctx).audit(audit))
+            }
+            // Asking twice is asking once.
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
+        }
+    }
+
+    fn retry_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match &self.phase {
+            Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
+                .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
+                .audit(self.audit("allocations.retry_release", json!({ "reason": reason })))),
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::Released { .. } => Err(self.wrong_state(&Command::RetryRelease { reason: String::new() })),
+        }
+    }
+
+    fn force_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match &self.phase {
+            Phase::ReleaseFailed { node_id, placed, .. } => {
+                let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
+                let last = Some((*node_id, placed.clone()));
+                Ok(self
+                    .end(last, "forced", "released by force, without proof of clean-up", ctx)
+                    .event(forced)
+                    .audit(self.audit("allocations.force_release", json!({ "reason": reason }))))
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::Released { .. } => Err(self.wrong_state(&Command::ForceRelease { reason: String::new() })),
+        }
+    }
+
+    fn reserved(&self, node_id: NodeId, placed: Placed, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Requested { .. } => {
+                let limit = ctx.policy.seconds(Key::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
+                let until = ctx.now + limit;
+                let phase = Phase::Provisioning { node_id, placed, until };
+                self.moved(phase, ctx.now, "devices_reserved")
+                    .step(format!("node {node_id} reserved the devices"))
+                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until })
+            }
+            Phase::Provisioning { node_id: ours, .. }
+            | Phase::Active { node_id: ours, .. }
+            | Phase::Releasing { node_id: ours, .. }
+            | Phase::ReleaseFailed { node_id: ours, .. }
+                if *ours == node_id =>
+            {
+                self.stay()
+            }
+            // A second node, or one that came too late: it must not hold devices for nobody.
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self
+                .unchanged(format!("node {node_id} holds devices that are not wanted"))
+                .event(Event::ReservationUnwanted { allocation_id: self.id, node_id }),
+        }
+    }
+
+    fn no_capacity(&self, suggestion: Option<String>, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Requested { until, .. } if self.asked.queue_seconds.is_some() && ctx.now < *until => {
+                let mut next = self.clone();
+                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + LOOK_AGAIN) };
+                next.step("no capacity: the request waits in the queue")
+            }
+            Phase::Requested { .. } => {
+                let message = suggestion
+                    .unwrap_or_else(|| "No node of this SKU has enough free GPUs; try again later.".to_owned());
+                self.refused("insufficient_capacity", &message, true, ctx)
+            }
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn over_quota(&self, limit: i64, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Requested { .. } => {
+                let message = format!("You hold the {limit} allocations that your quota admits; release one first.");
+                self.refused("concurrency_limit_exceeded", &message, true, ctx)
+            }
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn provisioned(&self, node_id: NodeId, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
+                let mut next = self.moved(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
+                next.active_at = Some(ctx.now);
+                next.step(format!("node {node_id} set the tenant up"))
+                    .event(Event::AllocationActive { allocation_id: self.id, node_id })
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn provision_failed(&self, node_id: NodeId, reason: &str, detail: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
+                self.compensate(node_id, placed, reason, detail, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    /// Provisioning came to nothing: whatever the node did of it is cleaned up like any tenant, unbilled.
+    fn compensate(&self, node_id: NodeId, placed: &Placed, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        next.failure = Some(Failure {
+            phase: "provisioning".to_owned(),
+            code: code.to_owned(),
+            message: message.to_owned(),
+            retryable: true,
+        });
+        next.clean_up(node_id, placed, 1, "provisioning failed", ctx).event(Event::ProvisioningFailed {
+            allocation_id: self.id,
+            node_id: Some(node_id),
+            reason: code.to_owned(),
+        })
+    }
+
+    fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            // A proof that comes after its attempt was given up proves the same.
+            Phase::Releasing { node_id: ours, placed, .. } | Phase::ReleaseFailed { node_id: ours, placed, .. }
+                if *ours == node_id =>
+            {
+                let why = format!("node {node_id} proved the clean-up (attempt {attempt})");
+                self.end(Some((node_id, placed.clone())), "cleaned_up", &why, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, reason: &str, detail: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Releasing { node_id: ours, attempt: current, placed, .. }
+                if *ours == node_id && *current == attempt =>
+            {
+                self.fail_release(node_id, placed, attempt, reason, detail, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn fail_release(
+        &self,
+        node_id: NodeId,
+        placed: &Placed,
+        attempt: u32,
+        reason: &str,
+        detail: &str,
+        ctx: &Ctx<'_>,
+    ) -> Step<Self> {
+        let scopes = self.scopes();
+        let most = ctx.policy.int(Key::AllocationReleaseMaxAttempts, &scopes, ctx.now);
+        let exhausted = i64::from(attempt) >= most;
+        let next = if exhausted {
+            AfterFailure::Operator(ctx.now)
+        } else {
+            AfterFailure::RetryAt(
+                ctx.now + pause(attempt, ctx.policy.seconds(Key::AllocationReleaseBackoffMax, &scopes, ctx.now)),
+            )
+        };
+        let phase = Phase::ReleaseFailed {
+            node_id,
+            placed: placed.clone(),
+            attempt,
+            reason: reason.to_owned(),
+            detail: detail.to_owned(),
+            next,
+        };
+        let step = self
+            .moved(phase, ctx.now, reason)
+            .step(format!("clean-up attempt {attempt} failed: {detail}"))
+            .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() });
+        if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
+    }
+
+    /// Looks at the whole state: past its deadline it moves on, before it the request that may have been lost is made again.
+    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Requested { until, .. } if ctx.now >= *until => self.refused(
+                "insufficient_capacity",
+                "No node had enough free GPUs in time; try again later.",
+                true,
+                ctx,
+            ),
+            Phase::Requested { until, .. } => {
+                let mut next = self.clone();
+                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + LOOK_AGAIN) };
+                next.step("looking for capacity again").event(Event::AllocationRequested { allocation_id: self.id })
+            }
+            Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
+                self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
+            }
+            Phase::Provisioning { node_id, until, .. } => self
+                .unchanged("asking the node again")
+                .event(Event::ProvisioningStarted { allocation_id: self.id, node_id: *node_id, deadline_at: *until }),
+            Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => self.fail_release(
+                *node_id,
+                placed,
+                *attempt,
+                "release_timeout",
+                "the node did not prove the clean-up in time",
+                ctx,
+            ),
+            Phase::Releasing { node_id, attempt, until, .. } => {
+                self.unchanged("asking the node again").event(Event::ReleaseRequested {
+                    allocation_id: self.id,
+                    node_id: *node_id,
+                    attempt: *attempt,
+                    deadline_at: *until,
+                })
+            }
+            Phase::ReleaseFailed { node_id, placed, attempt, next: AfterFailure::RetryAt(at), .. }
+                if ctx.now >= *at =>
+            {
+                self.clean_up(*node_id, placed, attempt + 1, "trying the clean-up again", ctx)
+            }
+            Phase::Active { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn clean_up(&self, node_id: NodeId, placed: &Placed, attempt: u32, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let limit = ctx.policy.seconds(Key::AllocationReleaseTimeout, &self.scopes(), ctx.now);
+        let until = ctx.now + limit;
+        let phase = Phase::Releasing { node_id, placed: placed.clone(), attempt, until };
+        self.moved(phase, ctx.now, why).step(why).event(Event::ReleaseRequested {
+            allocation_id: self.id,
+            node_id,
+            attempt,
+            deadline_at: until,
+        })
+    }
+
+    fn refused(&self, code: &str, message: &str, retryable: bool, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        next.failure = Some(Failure {
+            phase: "requested".to_owned(),
+            code: code.to_owned(),
+            message: message.to_owned(),
+            retryable,
+        });
+        next.end(None, code, message, ctx).event(Event::ProvisioningFailed {
+            allocation_id: self.id,
+            node_id: None,
+            reason: code.to_owned(),
+        })
+    }
+
+    fn end(&self, last: Option<(NodeId, Placed)>, reason: &str, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let released = Event::AllocationReleased {
+            allocation_id: self.id,
+            user_id: self.asked.user_id.clone(),
+            node_id: last.as_ref().map(|(node_id, _)| *node_id),
+            reason: reason.to_owned(),
+        };
+        self.moved(Phase::Released { at: ctx.now, last }, ctx.now, reason).step(why).event(released)
+    }
+
+    fn step(self, why: impl Into<String>) -> Step<Self> {
+        let reply = Box::new(self.clone());
+        Step::to(self, reply, why)
+    }
+
+    fn stay(&self) -> Step<Self> {
+        Step::stay(Box::new(self.clone()))
+    }
+
+    /// The state stays, and yet something must be said of it: written, so that it is not lost.
+    fn unchanged(&self, why: impl Into<String>) -> Step<Self> {
+        self.clone().step(why)
+    }
+
+    fn wrong_state(&self, command: &Command) -> Rejection {
+        Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
+    }
+
+    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+        Audit::new(action, EntityRef { kind: Kind::Allocation, id: self.id.0 }, metadata)
+    }
+}
+
+/// Doubling from [`FIRST_PAUSE`], never beyond `cap`.
+fn pause(attempt: u32, cap: TimeDelta) -> TimeDelta {
+    let doublings = attempt.saturating_sub(1).min(16);
+    (FIRST_PAUSE * (1 << doublings)).min(cap)
+}

@@ -1,0 +1,94 @@
+//! What the shell hands to the store, and what the store answers. Plain data, so that a simulation can stand in for Postgres.
+
+use crate::event::Event;
+use crate::id::{CommandId, EntityRef, EventId, Shard};
+use crate::machine::{Audit, Keys, Timestamp};
+use uuid::Uuid;
+
+/// An owner's term over a shard. Raised by every takeover, checked by every commit, never lowered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct Epoch(pub i64);
+
+/// One transition, ready to be made durable: the snapshot and everything that is written with it or not at all.
+#[derive(Clone, Debug)]
+pub struct Commit {
+    pub entity: EntityRef,
+    pub shard: Shard,
+    pub epoch: Epoch,
+    /// The version that the decision was made from; 0 creates.
+    pub expected_version: i64,
+    /// The next state, as JSON.
+    pub snapshot: String,
+    pub from_state: Option<&'static str>,
+    pub to_state: &'static str,
+    pub keys: Keys,
+    /// When the entity wants to be woken, and why it is waiting.
+    pub timer: Option<Timer>,
+    pub at: Timestamp,
+    pub command_name: &'static str,
+    pub why: String,
+    /// As the audit log names an actor.
+    pub actor: String,
+    pub correlation_id: String,
+    pub traceparent: Option<String>,
+    pub audit: Vec<Audit>,
+    pub outbox: Vec<(EventId, Event)>,
+    pub command: Option<CommandRecord>,
+}
+
+/// A due time in the deadline index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Timer {
+    /// The next tick.
+    pub wake_at: Timestamp,
+    /// The state's end, where it has one: past it the entity is overdue.
+    pub deadline_at: Option<Timestamp>,
+    pub reason: String,
+}
+
+/// What makes a repeated command recognisable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommandRecord {
+    pub id: CommandId,
+    /// SHA-256 of the request: another request under the same id is refused.
+    pub digest: [u8; 32],
+    /// The reply as JSON, given again to a repetition. `None` where nobody will ask again.
+    pub reply: Option<String>,
+    /// The outbox row that this command carries out; it goes in the same commit.
+    pub consumes: Option<EventId>,
+}
+
+/// What became of a [`Commit`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Durable.
+    Applied,
+    /// The entity's version is another: it must be loaded and the command decided again.
+    Conflict,
+    /// The command id was used before; nothing was written.
+    Duplicate(Done),
+    /// The shard is no longer ours under this epoch; nothing was written.
+    Fenced,
+    /// A rule of the database forbids it (a name that is taken); nothing was written.
+    Refused { constraint: String },
+    /// Certainly nothing was written; the store could not be reached or is overloaded.
+    NotApplied { reason: String },
+    /// It may or may not have been written.
+    Unknown { reason: String },
+}
+
+/// A command that was carried out before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Done {
+    pub entity: Uuid,
+    pub digest: [u8; 32],
+    pub reply: Option<String>,
+}
+
+/// An entity as it was last committed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    pub version: i64,
+    pub body: String,
+}

@@ -1,0 +1,198 @@
+//! What happened, for the rest of the system to hear. One variant and one row of [`Event::row`] each.
+//!
+//! An event's `data` holds identifiers, the old and new state and a reason code, and nothing that a stranger on the bus must
+//! not read (specification, *Events*). The consequence of an event is a function, [`Event::reaction`]: the worker that hears it
+//! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
+
+use crate::allocation::{self, Placed};
+use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId};
+use crate::machine::Timestamp;
+use crate::node;
+use serde::{Deserialize, Serialize};
+
+/// A GPU as the node's driver names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Device {
+    pub index: u32,
+    pub uuid: String,
+}
+
+/// A fact, past tense.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "fact", rename_all = "snake_case")]
+pub enum Event {
+    // The allocation's saga speaks.
+    AllocationRequested { allocation_id: AllocationId },
+    ProvisioningStarted { allocation_id: AllocationId, node_id: NodeId, deadline_at: Timestamp },
+    AllocationActive { allocation_id: AllocationId, node_id: NodeId },
+    ProvisioningFailed { allocation_id: AllocationId, node_id: Option<NodeId>, reason: String },
+    ReservationUnwanted { allocation_id: AllocationId, node_id: NodeId },
+    ReleaseRequested { allocation_id: AllocationId, node_id: NodeId, attempt: u32, deadline_at: Timestamp },
+    ReleaseFailed { allocation_id: AllocationId, node_id: NodeId, attempt: u32, reason: String },
+    ReleaseExhausted { allocation_id: AllocationId, node_id: NodeId, attempt: u32 },
+    ReleaseForced { allocation_id: AllocationId, node_id: NodeId },
+    AllocationReleased { allocation_id: AllocationId, user_id: String, node_id: Option<NodeId>, reason: String },
+
+    // The node speaks.
+    NodeStateChanged { node_id: NodeId, from: Option<String>, to: String, reason: String },
+    DevicesReserved { node_id: NodeId, allocation_id: AllocationId, placed: Placed },
+    TenantReady { node_id: NodeId, allocation_id: AllocationId },
+    TenantFailed { node_id: NodeId, allocation_id: AllocationId, reason: String, detail: String },
+    TenantGone { node_id: NodeId, allocation_id: AllocationId, attempt: u32 },
+    TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String, detail: String },
+
+    // The catalog speaks.
+    SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
+}
+
+/// A JetStream stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stream {
+    Provisioning,
+    Nodes,
+}
+
+impl Stream {
+    pub const ALL: [Self; 2] = [Self::Provisioning, Self::Nodes];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Provisioning => "PROVISIONING",
+            Self::Nodes => "NODES",
+        }
+    }
+
+    /// The subjects that the stream keeps.
+    #[must_use]
+    pub const fn subjects(self) -> &'static [&'static str] {
+        match self {
+            Self::Provisioning => &["provisioning.>"],
+            Self::Nodes => &["node.>", "sku.>"],
+        }
+    }
+}
+
+/// What follows from an event.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reaction {
+    /// Nobody has to act: the event is for those who watch.
+    Nothing,
+    /// The provisioning worker counts the allocation against its tenant's quota and finds a node that reserves the devices.
+    Place(AllocationId),
+    Node(NodeId, node::Command),
+    Allocation(AllocationId, allocation::Command),
+    Tenant {
+        user_id: String,
+        command: crate::tenant::Command,
+    },
+}
+
+impl Event {
+    /// Type and stream of every event: the row to review when one is added.
+    #[must_use]
+    pub const fn row(&self) -> (&'static str, Stream) {
+        use Stream::{Nodes, Provisioning};
+        match self {
+            Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
+            Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
+            Self::AllocationActive { .. } => ("provisioning.active", Provisioning),
+            Self::ProvisioningFailed { .. } => ("provisioning.failed", Provisioning),
+            Self::ReservationUnwanted { .. } => ("provisioning.reservation_unwanted", Provisioning),
+            Self::ReleaseRequested { .. } => ("provisioning.release_requested", Provisioning),
+            Self::ReleaseFailed { .. } => ("provisioning.release_failed", Provisioning),
+            Self::ReleaseExhausted { .. } => ("provisioning.release_exhausted", Provisioning),
+            Self::ReleaseForced { .. } => ("provisioning.release_forced", Provisioning),
+            Self::AllocationReleased { .. } => ("provisioning.released", Provisioning),
+            Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
+            Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
+            Self::TenantReady { .. } => ("node.tenant_ready", Nodes),
+            Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
+            Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
+            Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
+            Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
+        }
+    }
+
+    /// The CloudEvents `type`, which is the NATS subject too.
+    #[must_use]
+    pub const fn subject(&self) -> &'static str {
+        self.row().0
+    }
+
+    /// Whom it is about: the CloudEvents `subject`.
+    #[must_use]
+    pub const fn about(&self) -> EntityRef {
+        match self {
+            Self::AllocationRequested { allocation_id }
+            | Self::ProvisioningStarted { allocation_id, .. }
+            | Self::AllocationActive { allocation_id, .. }
+            | Self::ProvisioningFailed { allocation_id, .. }
+            | Self::ReservationUnwanted { allocation_id, .. }
+            | Self::ReleaseRequested { allocation_id, .. }
+            | Self::ReleaseFailed { allocation_id, .. }
+            | Self::ReleaseExhausted { allocation_id, .. }
+            | Self::ReleaseForced { allocation_id, .. }
+            | Self::AllocationReleased { allocation_id, .. } => {
+                EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
+            }
+            Self::NodeStateChanged { node_id, .. }
+            | Self::DevicesReserved { node_id, .. }
+            | Self::TenantReady { node_id, .. }
+            | Self::TenantFailed { node_id, .. }
+            | Self::TenantGone { node_id, .. }
+            | Self::TenantRemains { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
+            Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
+        }
+    }
+
+    /// What follows: the whole choreography between the machines, on one page.
+    #[must_use]
+    pub fn reaction(&self) -> Reaction {
+        use allocation::Command as ToAllocation;
+        use node::Command as ToNode;
+        match self.clone() {
+            Self::AllocationRequested { allocation_id } => Reaction::Place(allocation_id),
+            Self::DevicesReserved { node_id, allocation_id, placed } => {
+                Reaction::Allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
+            }
+            Self::ProvisioningStarted { allocation_id, node_id, deadline_at } => {
+                Reaction::Node(node_id, ToNode::Provision { allocation_id, deadline_at })
+            }
+            Self::TenantReady { node_id, allocation_id } => {
+                Reaction::Allocation(allocation_id, ToAllocation::Provisioned { node_id })
+            }
+            Self::TenantFailed { node_id, allocation_id, reason, detail } => {
+                Reaction::Allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason, detail })
+            }
+            Self::ReservationUnwanted { allocation_id, node_id } => {
+                Reaction::Node(node_id, ToNode::Unreserve { allocation_id })
+            }
+            Self::ReleaseRequested { allocation_id, node_id, attempt, deadline_at } => {
+                Reaction::Node(node_id, ToNode::Clean { allocation_id, attempt, deadline_at })
+            }
+            Self::TenantGone { node_id, allocation_id, attempt } => {
+                Reaction::Allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
+            }
+            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
+                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
+            }
+            Self::ReleaseFailed { allocation_id, node_id, .. } => {
+                Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id })
+            }
+            Self::ReleaseExhausted { allocation_id, node_id, .. } => {
+                Reaction::Node(node_id, ToNode::Fence { allocation_id })
+            }
+            Self::ReleaseForced { allocation_id, node_id } => {
+                Reaction::Node(node_id, ToNode::Abandon { allocation_id })
+            }
+            Self::AllocationReleased { allocation_id, user_id, .. } => {
+                Reaction::Tenant { user_id, command: crate::tenant::Command::Forget { allocation_id } }
+            }
+            Self::AllocationActive { .. }
+            | Self::ProvisioningFailed { .. }
+            | Self::NodeStateChanged { .. }
+            | Self::SkuStateChanged { .. } => Reaction::Nothing,
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions, *preamble*), so that ids sort by the time they were made.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use uuid::Uuid;
+
+macro_rules! typed_id {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub Uuid);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}({})", stringify!($name), self.0)
+            }
+        }
+
+        impl From<Uuid> for $name {
+            fn from(id: Uuid) -> Self {
+                Self(id)
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = uuid::Error;
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                Uuid::parse_str(text).map(Self)
+            }
+        }
+    )+};
+}
+
+typed_id! {
+    /// A GPU machine in the inventory. A removed node comes back only under a new one.
+    NodeId,
+    /// One rental of GPUs on one node.
+    AllocationId,
+    /// An entry of the SKU catalog.
+    SkuId,
+    /// A registered public key.
+    SshKeyId,
+    /// A unit of work for a node's agent.
+    TaskId,
+    /// An enrollment token's public handle; the token itself is never kept.
+    TokenId,
+    /// A domain event, and the command that carries out its consequence.
+    EventId,
+    /// What makes a command the same command when it comes twice.
+    CommandId,
+    /// A running control-plane process.
+    MemberId,
+}
+
+/// Which machine an entity runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    Node,
+    Allocation,
+    Sku,
+    /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
+    Tenant,
+}
+
+impl Kind {
+    pub const ALL: [Self; 4] = [Self::Node, Self::Allocation, Self::Sku, Self::Tenant];
+
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Node => "node",
+            Self::Allocation => "allocation",
+            Self::Sku => "sku",
+            Self::Tenant => "tenant",
+        }
+    }
+
+    /// The kind of that name, as it stands in URLs, tables and the supervision tree.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.as_str() == name)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// One entity: what kind of machine, and which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct EntityRef {
+    pub kind: Kind,
+    pub id: Uuid,
+}
+
+impl fmt::Display for EntityRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.kind, self.id)
+    }
+}
+
+/// One of the 256 parts that the entities are spread over; the unit of ownership in the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Shard(pub u8);
+
+impl Shard {
+    pub const COUNT: usize = 256;
+
+    pub fn all() -> impl Iterator<Item = Self> {
+        (0..=u8::MAX).map(Self)
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}

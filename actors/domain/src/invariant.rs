@@ -1,0 +1,102 @@
+//! What must always hold (design 2), each as one predicate under its id. Property tests and simulations check them after every
+//! step; in production each is a counter that must stay 0.
+
+use crate::allocation::{Allocation, Phase};
+use crate::id::{AllocationId, NodeId};
+use crate::machine::{Machine, Timestamp};
+use crate::node::{HoldPhase, Life, Node};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// I1: an acknowledged transition is never lost, an unacknowledged one applied at most once. Given what was acknowledged and
+/// what a fresh read finds, by version.
+#[must_use]
+pub fn i1_nothing_acknowledged_is_lost(acknowledged: &[i64], found: i64) -> bool {
+    let distinct: BTreeSet<_> = acknowledged.iter().collect();
+    distinct.len() == acknowledged.len() && acknowledged.iter().all(|version| *version <= found)
+}
+
+/// I2, within a node: no GPU is in two holds, and every held GPU is one of the node's.
+#[must_use]
+pub fn each_gpu_is_held_once(node: &Node) -> bool {
+    let held: Vec<_> =
+        node.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
+    let distinct: BTreeSet<_> = held.iter().collect();
+    distinct.len() == held.len()
+}
+
+/// I2: a GPU is held by at most one allocation, and a node is schedulable only with the clean-up proof of its last tenant.
+#[must_use]
+pub fn i2_a_gpu_has_one_tenant(
+    nodes: &BTreeMap<NodeId, Node>,
+    allocations: &BTreeMap<AllocationId, Allocation>,
+) -> bool {
+    let unproven_is_closed = |node: &Node| {
+        let unproven = node
+            .holds
+            .values()
+            .any(|hold| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }));
+        !unproven || node.gpus_free() == 0
+    };
+    // Who believes to have GPUs has them held.
+    let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.place()) {
+        (Phase::Active { .. }, Some((node_id, placed))) => nodes
+            .get(&node_id)
+            .and_then(|node| node.holds.get(&allocation.id))
+            .is_some_and(|hold| hold.placed.devices == placed.devices),
+        (
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. },
+            _,
+        ) => true,
+    };
+    nodes.values().all(|node| each_gpu_is_held_once(node) && unproven_is_closed(node))
+        && allocations.values().all(believed_is_held)
+}
+
+/// I4: a token is consumed at most once. Given how many enrollments each token bought.
+#[must_use]
+pub fn i4_a_token_is_consumed_once<T: Ord>(enrollments: &BTreeMap<T, u32>) -> bool {
+    enrollments.values().all(|count| *count <= 1)
+}
+
+/// I5: a task's effect happens at most once for each attempt. Given how often each (task, attempt) took effect on the machine.
+#[must_use]
+pub fn i5_a_task_takes_effect_once<T: Ord>(effects: &BTreeMap<(T, u32), u32>) -> bool {
+    effects.values().all(|count| *count <= 1)
+}
+
+/// I8: a transient state has a deadline with a reason that an operator can read.
+#[must_use]
+pub fn i8_what_is_transient_has_an_end<M: Machine>(entity: &M, transient: bool) -> bool {
+    match entity.deadline() {
+        Some(deadline) => !deadline.reason.is_empty() && deadline.at < Timestamp::MAX_UTC,
+        None => !transient,
+    }
+}
+
+/// Is this allocation on its way somewhere?
+#[must_use]
+pub const fn allocation_is_transient(allocation: &Allocation) -> bool {
+    match allocation.phase {
+        Phase::Requested { .. }
+        | Phase::Provisioning { .. }
+        | Phase::Releasing { .. }
+        | Phase::ReleaseFailed { .. } => true,
+        Phase::Active { .. } | Phase::Released { .. } => false,
+    }
+}
+
+/// Is this node on its way somewhere?
+#[must_use]
+pub const fn node_is_transient(node: &Node) -> bool {
+    match node.life {
+        Life::BootstrapIssued { .. } | Life::Enrolling { .. } | Life::Draining { .. } | Life::Removing { .. } => true,
+        Life::Registered | Life::Active | Life::Offline | Life::Quarantined { .. } | Life::Retired | Life::Removed => {
+            false
+        }
+    }
+}

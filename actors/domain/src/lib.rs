@@ -1,0 +1,31 @@
+//! The decisions of the control plane, as pure functions.
+//!
+//! Everything here is a value or a function over values: no runtime, no clock, no chance, no environment, no input or
+//! output (`clippy.toml` beside this crate bans them). A machine is given its state, a command and a [`Ctx`], and answers
+//! with a [`Step`] or a rejection. Who stores, speaks and waits is the business of the crates above.
+
+#![forbid(unsafe_code)]
+// `async` has no place in a decision; nothing here could be awaited.
+#![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
+
+pub mod allocation;
+pub mod authz;
+pub mod commit;
+pub mod event;
+pub mod id;
+pub mod invariant;
+pub mod machine;
+pub mod money;
+pub mod node;
+pub mod placement;
+pub mod policy;
+pub mod sku;
+pub mod tenant;
+
+pub use authz::{Action, Permit, Principal};
+pub use commit::{Commit, Outcome};
+pub use event::Event;
+pub use id::{
+    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+};
+pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

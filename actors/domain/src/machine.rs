@@ -1,0 +1,205 @@
+//! What every entity is: a pure state machine, and what it is told about the world when it decides.
+
+use crate::authz::{Action, Principal};
+use crate::event::Event;
+use crate::id::{EntityRef, Kind, NodeId};
+use crate::policy::PolicyBook;
+use chrono::{DateTime, Utc};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt;
+use uuid::Uuid;
+
+/// An instant, in UTC.
+pub type Timestamp = DateTime<Utc>;
+
+/// An entity's machine. `decide` is the whole of its behaviour: no await, no clock, no chance.
+///
+/// An entity that was never created has no state: `decide(None, …)` is where it is born, and a command that cannot create
+/// is rejected there.
+pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sync + 'static {
+    const KIND: Kind;
+    type Command: Command;
+    type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
+    type Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static;
+
+    /// What follows from `command` in `state`.
+    ///
+    /// # Errors
+    /// A rejection is an answer: nothing changed, and it says why.
+    fn decide(state: Option<&Self>, command: Self::Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Self::Rejection>;
+
+    /// The state's name, as the API and the history show it.
+    fn state(&self) -> &'static str;
+
+    /// Until when this state may last, and what it is waiting for. `None`: the state may last for ever.
+    fn deadline(&self) -> Option<Deadline>;
+
+    /// When the machine wants its next `Tick`; at the latest at its deadline.
+    fn timer(&self) -> Option<Timestamp> {
+        self.deadline().map(|deadline| deadline.at)
+    }
+
+    /// What it is found by, beside its id. Fixed at creation, so that no index hinders an update.
+    fn keys(&self) -> Keys;
+
+    /// The command that makes the machine look at its whole state and emit what is missing.
+    fn tick() -> Self::Command;
+}
+
+/// A command names itself (for the history) and what the one who asks must be allowed to do.
+pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
+    fn name(&self) -> &'static str;
+    fn action(&self) -> Action;
+}
+
+/// The end that a state must not outlive unseen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deadline {
+    pub at: Timestamp,
+    /// What is being waited for, in an operator's words.
+    pub reason: String,
+}
+
+impl Deadline {
+    pub fn new(at: Timestamp, reason: impl Into<String>) -> Self {
+        Self { at, reason: reason.into() }
+    }
+}
+
+/// What an entity is found by.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Keys {
+    /// The user whom it belongs to.
+    pub owner: Option<String>,
+    /// The catalog entry that it is one of.
+    pub sku: Option<Uuid>,
+    /// A name that no other entity of the kind may have.
+    pub unique_name: Option<String>,
+}
+
+/// What a machine is told when it decides.
+#[derive(Clone, Debug)]
+pub struct Ctx<'a> {
+    pub now: Timestamp,
+    pub policy: &'a PolicyBook,
+    pub by: &'a Principal,
+    pub correlation_id: &'a str,
+    /// Chance, given from outside: ids that a transition makes are derived from it.
+    pub seed: u128,
+    /// The id of the entity that decides.
+    pub id: Uuid,
+    /// The version it decides from; 0 before it exists.
+    pub version: i64,
+}
+
+impl Ctx<'_> {
+    /// The `n`th new id of this transition, a UUIDv7 at [`Ctx::now`].
+    #[must_use]
+    pub fn new_id(&self, n: u64) -> Uuid {
+        let millis = u64::try_from(self.now.timestamp_millis()).unwrap_or(0);
+        // Odd multipliers are bijections on the seed's bits: ids of one transition never meet.
+        let mixed = self.seed ^ (u128::from(n) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
+        let mut random = [0; 10];
+        random.copy_from_slice(&mixed.to_be_bytes()[..10]);
+        uuid::Builder::from_unix_timestamp_millis(millis, &random).into_uuid()
+    }
+}
+
+/// What follows from a command: the next state, what is said of it, and the answer.
+#[derive(Clone, Debug)]
+pub struct Step<M: Machine> {
+    /// `None`: nothing changed, nothing is written, the answer alone is given.
+    pub next: Option<M>,
+    /// What other parts of the system must hear; kept in the outbox by the same commit.
+    pub events: Vec<Event>,
+    /// What was done by whom; kept in the audit log by the same commit.
+    pub audit: Vec<Audit>,
+    /// What is worth doing at once when the commit stands, and harmless to lose.
+    pub effects: Vec<Effect>,
+    pub reply: M::Reply,
+    /// Kept in the history: why the entity is where it is.
+    pub why: String,
+}
+
+impl<M: Machine> Step<M> {
+    /// The entity moves on to `next`.
+    pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
+        Self { next: Some(next), events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: why.into() }
+    }
+
+    /// Nothing changes; only the answer is given.
+    pub fn stay(reply: M::Reply) -> Self {
+        Self { next: None, events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: String::new() }
+    }
+
+    #[must_use]
+    pub fn event(mut self, event: Event) -> Self {
+        self.events.push(event);
+        self
+    }
+
+    #[must_use]
+    pub fn audit(mut self, audit: Audit) -> Self {
+        self.audit.push(audit);
+        self
+    }
+
+    #[must_use]
+    pub fn effect(mut self, effect: Effect) -> Self {
+        self.effects.push(effect);
+        self
+    }
+}
+
+/// The closed vocabulary of what a transition asks of this moment's world. All of it may be lost: what must not be lost is
+/// an [`Event`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// A parked poll of this node has something to fetch.
+    WakeNode(NodeId),
+    /// The node's identity is void: its connections are closed on every replica.
+    CloseNode(NodeId),
+}
+
+/// One row of the audit log (specification, *Audit log entry*). Who, when and under which correlation id is the shell's to add.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Audit {
+    /// A dotted name, for example `nodes.reissue_enrollment`.
+    pub action: &'static str,
+    pub target: EntityRef,
+    /// Identifiers and reasons; never a secret.
+    pub metadata: serde_json::Value,
+}
+
+impl Audit {
+    #[must_use]
+    pub const fn new(action: &'static str, target: EntityRef, metadata: serde_json::Value) -> Self {
+        Self { action, target, metadata }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn ids_of_one_transition_are_version_seven_and_never_meet() {
+        let policy = PolicyBook::default();
+        let by = Principal::system("test");
+        let ctx = Ctx {
+            now: DateTime::UNIX_EPOCH,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            seed: 7,
+            id: Uuid::nil(),
+            version: 0,
+        };
+        let ids: BTreeSet<_> = (0..1000).map(|n| ctx.new_id(n)).collect();
+        assert_eq!(ids.len(), 1000);
+        assert!(ids.iter().all(|id| id.get_version_num() == 7));
+    }
+}

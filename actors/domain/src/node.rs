@@ -1,0 +1,535 @@
+//! A node: a GPU machine in the inventory, from its registration to its removal (specification, *Node*; decisions 4).
+//!
+//! ```text
+//! registered ⇄ bootstrap_issued ⇄ enrolling ──first good poll──▶ active ⇄ offline
+//!                                                                 │ ▲  │
+//!                                        retire {drain} draining ◀┘ │  └▶ quarantined ──▶ (what it was)
+//!                                                         │         │reactivate
+//!                                                         ▼         │
+//!                                                       retired ────┘──remove──▶ removing ──▶ removed
+//! ```
+//!
+//! The node's actor alone gives its GPUs away, by UUID, and takes them back only on the agent's clean-up proof. It keeps the
+//! hashes of its token, the serials of its certificates, and the work that its agent has not reported on; secrets and
+//! signatures are the edge's business.
+
+mod contact;
+mod life;
+mod onboarding;
+mod tenancy;
+#[cfg(test)]
+mod tests;
+
+use crate::allocation::{AuthorizedKey, Placed};
+use crate::authz::Action;
+use crate::event::{Device, Event};
+use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TokenId};
+use crate::machine::{self, Audit, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
+pub use onboarding::{Certificate, Enrollment, Identity, Token};
+pub use tenancy::{Hold, HoldPhase, Order, Verdict, What, Work, user_name};
+
+/// A node and everything that its decisions need.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    pub id: NodeId,
+    pub registration: Registration,
+    pub registered_at: Timestamp,
+    pub life: Life,
+    pub entered_at: Timestamp,
+    /// Why it is in its state, in a code and a sentence.
+    pub reason: Reason,
+    pub probe: Option<Probe>,
+    pub identity: Identity,
+    pub inventory: Option<Inventory>,
+    pub seen: Option<Seen>,
+    pub health: Health,
+    /// Who holds which of its GPUs.
+    pub holds: BTreeMap<AllocationId, Hold>,
+    /// The allocations whose failed release keeps the node from getting tasks.
+    pub fenced_by: BTreeSet<AllocationId>,
+}
+
+/// What an administrator says of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    pub host: String,
+    pub port: u16,
+    pub ssh_username: String,
+    pub ssh_public_key: String,
+    pub ssh_key_fingerprint: String,
+    pub sku: Promise,
+    pub region_code: String,
+    pub gpus_total: u32,
+    pub onboarding_mode: OnboardingMode,
+}
+
+/// What the catalog promises of the node's SKU, as it was when the node was registered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Promise {
+    pub sku_id: SkuId,
+    pub name: String,
+    pub gpu_model: String,
+    pub gpu_memory_mib: u64,
+    pub gpu_count: u32,
+    pub allowed_regions: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnboardingMode {
+    Manual,
+    Maas,
+}
+
+/// What came of the reachability probe at creation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Probe {
+    pub reachable: bool,
+    pub checked_at: Timestamp,
+    pub error: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reason {
+    pub code: String,
+    pub message: String,
+}
+
+/// The states.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Life {
+    Registered,
+    BootstrapIssued {
+        until: Timestamp,
+    },
+    Enrolling {
+        until: Timestamp,
+    },
+    Active,
+    Offline,
+    Draining {
+        until: Timestamp,
+    },
+    /// It returns to `was` once it is found in order.
+    Quarantined {
+        was: Box<Life>,
+    },
+    Retired,
+    Removing {
+        until: Timestamp,
+    },
+    Removed,
+}
+
+impl Life {
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Registered => "registered",
+            Self::BootstrapIssued { .. } => "bootstrap_issued",
+            Self::Enrolling { .. } => "enrolling",
+            Self::Active => "active",
+            Self::Offline => "offline",
+            Self::Draining { .. } => "draining",
+            Self::Quarantined { .. } => "quarantined",
+            Self::Retired => "retired",
+            Self::Removing { .. } => "removing",
+            Self::Removed => "removed",
+        }
+    }
+
+    /// True where nothing of the node's identity holds any more.
+    #[must_use]
+    pub const fn is_gone(&self) -> bool {
+        matches!(self, Self::Removing { .. } | Self::Removed)
+    }
+}
+
+/// What can be asked of a node, said by its agent, or told it by the saga.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    // An administrator asks.
+    Register {
+        registration: Box<Registration>,
+        probe: Option<Probe>,
+    },
+    Revise {
+        host: Option<String>,
+        port: Option<u16>,
+        ssh_username: Option<String>,
+        if_version: Option<i64>,
+    },
+    IssueToken {
+        token_id: TokenId,
+        token_sha256: [u8; 32],
+        ttl_seconds: Option<u32>,
+    },
+    Retire {
+        reason: String,
+        drain: bool,
+    },
+    Reactivate {
+        reason: String,
+    },
+    Remove {
+        reason: String,
+    },
+    Quarantine {
+        reason: String,
+    },
+    ReleaseQuarantine {
+        reason: String,
+    },
+
+    // The agent says.
+    Enroll(Box<Enrollment>),
+    Renew {
+        serial: String,
+        issued: Certificate,
+    },
+    /// It waits for work.
+    Poll {
+        serial: String,
+    },
+    Heartbeat {
+        serial: String,
+        seen: Box<Seen>,
+        inventory: Box<Inventory>,
+        health: Box<Health>,
+    },
+    Report {
+        serial: String,
+        task_id: TaskId,
+        attempt: u32,
+        verdict: Verdict,
+    },
+
+    // The saga tells.
+    Reserve {
+        allocation_id: AllocationId,
+        gpu_count: u32,
+        keys: Vec<AuthorizedKey>,
+    },
+    Unreserve {
+        allocation_id: AllocationId,
+    },
+    Provision {
+        allocation_id: AllocationId,
+        deadline_at: Timestamp,
+    },
+    Clean {
+        allocation_id: AllocationId,
+        attempt: u32,
+        deadline_at: Timestamp,
+    },
+    MarkReleaseFailed {
+        allocation_id: AllocationId,
+    },
+    Fence {
+        allocation_id: AllocationId,
+    },
+    Abandon {
+        allocation_id: AllocationId,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Register { .. } => "register",
+            Self::Revise { .. } => "revise",
+            Self::IssueToken { .. } => "issue_token",
+            Self::Retire { .. } => "retire",
+            Self::Reactivate { .. } => "reactivate",
+            Self::Remove { .. } => "remove",
+            Self::Quarantine { .. } => "quarantine",
+            Self::ReleaseQuarantine { .. } => "release_quarantine",
+            Self::Enroll(_) => "enroll",
+            Self::Renew { .. } => "renew",
+            Self::Poll { .. } => "poll",
+            Self::Heartbeat { .. } => "heartbeat",
+            Self::Report { .. } => "report",
+            Self::Reserve { .. } => "reserve",
+            Self::Unreserve { .. } => "unreserve",
+            Self::Provision { .. } => "provision",
+            Self::Clean { .. } => "clean",
+            Self::MarkReleaseFailed { .. } => "mark_release_failed",
+            Self::Fence { .. } => "fence",
+            Self::Abandon { .. } => "abandon",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Register { .. }
+            | Self::Revise { .. }
+            | Self::IssueToken { .. }
+            | Self::Retire { .. }
+            | Self::Reactivate { .. }
+            | Self::Remove { .. }
+            | Self::Quarantine { .. }
+            | Self::ReleaseQuarantine { .. } => Action::ManageNodes,
+            Self::Enroll(_) | Self::Renew { .. } | Self::Poll { .. } | Self::Heartbeat { .. } | Self::Report { .. } => {
+                Action::SpeakForNode
+            }
+            Self::Reserve { .. }
+            | Self::Unreserve { .. }
+            | Self::Provision { .. }
+            | Self::Clean { .. }
+            | Self::MarkReleaseFailed { .. }
+            | Self::Fence { .. }
+            | Self::Abandon { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+}
+
+/// The answer to a command, by what was asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// To an administrator: the node as it stands after the command.
+    Node {
+        node: Box<Node>,
+    },
+    TokenIssued {
+        expires_at: Timestamp,
+    },
+    Enrolled {
+        identity_generation: u32,
+        recoveries_left: u32,
+    },
+    /// The work that the agent has not reported on, oldest first.
+    Work {
+        orders: Vec<Order>,
+    },
+    /// When the next heartbeat is expected.
+    Heard {
+        next_heartbeat_seconds: u32,
+    },
+    Reserved {
+        placed: Placed,
+    },
+    Done,
+}
+
+/// Why a command was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such node")]
+    NotFound,
+    #[error("the node exists already")]
+    Exists,
+    #[error("a node in state {state} cannot {command}")]
+    WrongState { state: String, command: String },
+    #[error("allocation {allocation_id} is on the node")]
+    InUse { allocation_id: AllocationId },
+    #[error("gpus_total is {given}, but the SKU has {promised} GPUs")]
+    GpusDiffer { given: u32, promised: u32 },
+    #[error("region {region_code} is not among the SKU's regions")]
+    RegionNotAllowed { region_code: String },
+    #[error("the node is at another version than the one in If-Match")]
+    VersionDiffers,
+    #[error("the node is not in order: {why}")]
+    NotInOrder { why: String },
+
+    // Enrollment: one public code, the cause for logs and audit.
+    #[error("the enrollment token does not hold: {cause}")]
+    TokenRefused { cause: TokenCause },
+
+    // Identity.
+    #[error("the certificate is not one of the node's present identity")]
+    CertificateUnknown,
+    #[error("the certificate has expired")]
+    CertificateExpired,
+    #[error("the node was removed")]
+    Removed,
+    #[error("the failed release of allocation {allocation_id} fences the node")]
+    Fenced { allocation_id: AllocationId },
+    #[error("the node speaks for {id} alone")]
+    ForeignNode { id: NodeId },
+
+    // Work.
+    #[error("the node has no such task")]
+    TaskUnknown,
+    #[error("the result is of attempt {given}; the task is at attempt {current}")]
+    StaleAttempt { given: u32, current: u32 },
+
+    // Placement.
+    #[error("the node takes no allocation: {why}")]
+    NotSchedulable { why: String },
+    #[error("{free} GPUs are free, {wanted} are wanted")]
+    NotEnoughGpus { free: u32, wanted: u32 },
+}
+
+/// Why a token does not hold; never told to the one who presented it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenCause {
+    #[error("no token was issued")]
+    NoneIssued,
+    #[error("it is another token")]
+    Mismatch,
+    #[error("it has expired")]
+    Expired,
+    #[error("it was used before")]
+    Consumed,
+}
+
+impl Machine for Node {
+    const KIND: Kind = Kind::Node;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Register { registration, probe }) => Self::register(*registration, probe, ctx),
+            (Some(_), Command::Register { .. }) => Err(Rejection::Exists),
+            (None, _) => Err(Rejection::NotFound),
+            (Some(node), command) => node.advance(command, ctx),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        self.life.name()
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match &self.life {
+            Life::BootstrapIssued { until } => {
+                Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
+            }
+            Life::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
+            Life::Draining { until } => {
+                let left = self.holds.len();
+                Some(Deadline::new(*until, format!("{left} allocations have not ended")))
+            }
+            Life::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
+            Life::Registered
+            | Life::Active
+            | Life::Offline
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removed => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        match &self.life {
+            Life::BootstrapIssued { until } | Life::Enrolling { until } | Life::Removing { until } => Some(*until),
+            Life::Active => self.seen.as_ref().map(|seen| seen.silent_at),
+            // A drain ends with its last allocation, not with time.
+            Life::Draining { .. }
+            | Life::Registered
+            | Life::Offline
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removed => None,
+        }
+    }
+
+    fn keys(&self) -> Keys {
+        Keys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Node {
+    fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match command {
+            Command::Register { .. } => Err(Rejection::Exists),
+            Command::Revise { host, port, ssh_username, if_version } => {
+                self.revise(host, port, ssh_username, if_version, ctx)
+            }
+            Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
+                self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
+            }
+            Command::Retire { reason, drain } => self.retire(&reason, drain, ctx),
+            Command::Reactivate { reason } => self.reactivate(&reason, ctx),
+            Command::Remove { reason } => self.remove(&reason, ctx),
+            Command::Quarantine { reason } => self.quarantine(&reason, ctx),
+            Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
+            Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
+            Command::Renew { serial, issued } => self.renew(&serial, issued, ctx),
+            Command::Poll { serial } => self.poll(&serial, ctx),
+            Command::Heartbeat { serial, seen, inventory, health } => {
+                self.heartbeat(&serial, *seen, *inventory, *health, ctx)
+            }
+            Command::Report { serial, task_id, attempt, verdict } => {
+                self.report(&serial, task_id, attempt, verdict, ctx)
+            }
+            Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys),
+            Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
+            Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
+            Command::Clean { allocation_id, attempt, deadline_at } => {
+                Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
+            }
+            Command::MarkReleaseFailed { allocation_id } => Ok(self.mark_release_failed(allocation_id)),
+            Command::Fence { allocation_id } => Ok(self.fence(allocation_id)),
+            Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Command::Tick => Ok(self.tick(ctx)),
+        }
+    }
+
+    /// The node in another state, with the reason and the event that tells of it.
+    fn moved(&self, life: Life, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        let event = next.enter(life, code, message, ctx);
+        next.answered(message).event(event)
+    }
+
+    fn enter(&mut self, life: Life, code: &str, message: &str, ctx: &Ctx<'_>) -> Event {
+        let from = self.life.name().to_owned();
+        self.life = life;
+        self.entered_at = ctx.now;
+        self.reason = Reason { code: code.to_owned(), message: message.to_owned() };
+        Event::NodeStateChanged {
+            node_id: self.id,
+            from: Some(from),
+            to: self.life.name().to_owned(),
+            reason: code.to_owned(),
+        }
+    }
+
+    /// The step to this node, answered with the node itself.
+    fn answered(self, why: impl Into<String>) -> Step<Self> {
+        let reply = Reply::Node { node: Box::new(self.clone()) };
+        Step::to(self, reply, why)
+    }
+
+    fn wrong_state(&self, command: &Command) -> Rejection {
+        Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
+    }
+
+    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+        Audit::new(action, self.entity(), metadata)
+    }
+
+    const fn entity(&self) -> EntityRef {
+        EntityRef { kind: Kind::Node, id: self.id.0 }
+    }
+
+    /// The GPUs that nobody holds, in the order of their index. Before an agent has reported there are none.
+    pub fn free_devices(&self) -> impl Iterator<Item = Device> + '_ {
+        let held: BTreeSet<&str> =
+            self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
+        self.inventory
+            .iter()
+            .flat_map(|inventory| &inventory.gpus)
+            .filter(move |gpu| !held.contains(gpu.uuid.as_str()))
+            .map(|gpu| Device { index: gpu.index, uuid: gpu.uuid.clone() })
+    }
+}

@@ -1,0 +1,217 @@
+//! What is heard of a node: polls, heartbeats, what the machine consists of, and silence.
+
+use super::{Life, Node, Rejection, Reply};
+use crate::machine::{Ctx, Step, Timestamp};
+use crate::policy::{Key, Scopes};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// When and from what agent the node was heard last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seen {
+    pub boot_id: String,
+    pub agent_version: String,
+    pub protocol: u16,
+    /// Not every contact is written: this lags by up to a third of policy `node.offline_after_seconds`.
+    pub last_seen_at: Timestamp,
+    /// When the node counts as offline unless it is heard.
+    pub silent_at: Timestamp,
+}
+
+/// What the agent found in the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inventory {
+    pub gpus: Vec<Gpu>,
+    /// Where the GPUs come from: `nvml`, `simulated` or `none`.
+    pub gpu_source: String,
+    /// `sandbox` or `system`.
+    pub executor: String,
+    /// True where the node keeps its tenants' GPUs apart by something that enforces it. Where it does not, it takes one tenant at
+    /// a time (decisions 4).
+    pub isolates_devices: bool,
+    pub cpu_cores: u32,
+    pub memory_mib: u64,
+    pub storage_gib: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    pub index: u32,
+    pub uuid: String,
+    pub model: String,
+    pub memory_mib: u64,
+}
+
+/// What the agent says of the machine's health.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    pub status: HealthStatus,
+    pub alerts: Vec<serde_json::Value>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HealthStatus {
+    /// Nothing was reported yet.
+    #[default]
+    Unknown,
+    Ok,
+    Warning,
+    Critical,
+}
+
+impl Node {
+    pub(super) fn poll(&self, serial: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        self.known(serial, ctx)?;
+        if let Some(allocation_id) = self.fenced_by.first() {
+            return Err(Rejection::Fenced { allocation_id: *allocation_id });
+        }
+        let reply = Reply::Work { orders: self.orders() };
+        let Some(seen) = &self.seen else { return Ok(Step::stay(reply)) };
+        let mut next = self.clone();
+        next.see(&seen.boot_id, &seen.agent_version, seen.protocol, ctx);
+        Ok(self.after_contact(next, reply, ctx))
+    }
+
+    pub(super) fn heartbeat(
+        &self,
+        serial: &str,
+        from: Seen,
+        inventory: Inventory,
+        health: Health,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        self.known(serial, ctx)?;
+        let offline_after = ctx.policy.int(Key::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
+        let mut next = self.clone();
+        next.see(&from.boot_id, &from.agent_version, from.protocol, ctx);
+        next.inventory = Some(inventory);
+        next.health = health;
+        if next.health.status == HealthStatus::Critical && next.may_be_quarantined() {
+            let was = Box::new(next.life.clone());
+            let event = next.enter(
+                Life::Quarantined { was },
+                "health_critical",
+                "The agent reports critical health; repair the machine, then release the quarantine.",
+                ctx,
+            );
+            let audit = self.audit("nodes.quarantine", json!({ "reason": "health_critical" }));
+            return Ok(Step::to(next, reply, "critical health").event(event).audit(audit));
+        }
+        Ok(self.after_contact(next, reply, ctx))
+    }
+
+    /// A contact is worth a commit where it changes what others see of the node, or where the last written one grows old.
+    fn after_contact(&self, mut next: Self, reply: Reply, ctx: &Ctx<'_>) -> Step<Self> {
+        match (&self.life, next.mismatch()) {
+            (Life::Enrolling { .. }, None) => {
+                let event = next.enter(Life::Active, "first_poll", "The agent polls and the inventory matches.", ctx);
+                Step::to(next, reply, "the agent polled with its certificate").event(event)
+            }
+            (Life::Enrolling { .. }, Some(why)) if self.reason.code != "inventory_mismatch" => {
+                next.reason = super::Reason { code: "inventory_mismatch".to_owned(), message: why.clone() };
+                Step::to(next, reply, why)
+            }
+            (Life::Offline, _) => {
+                let event = next.enter(Life::Active, "heard_again", "The agent was heard again.", ctx);
+                Step::to(next, reply, "the agent was heard again").event(event)
+            }
+            (
+                Life::Registered
+                | Life::BootstrapIssued { .. }
+                | Life::Enrolling { .. }
+                | Life::Active
+                | Life::Draining { .. }
+                | Life::Quarantined { .. }
+                | Life::Retired
+                | Life::Removing { .. }
+                | Life::Removed,
+                _,
+            ) => {
+                if next == *self {
+                    Step::stay(reply)
+                } else {
+                    Step::to(next, reply, "heard of the agent")
+                }
+            }
+        }
+    }
+
+    /// Notes a contact, unless the last noted one is recent and from the same agent.
+    pub(super) fn see(&mut self, boot_id: &str, agent_version: &str, protocol: u16, ctx: &Ctx<'_>) {
+        let offline_after = ctx.policy.seconds(Key::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let recent = self.seen.as_ref().is_some_and(|seen| {
+            seen.boot_id == boot_id
+                && seen.agent_version == agent_version
+                && seen.protocol == protocol
+                && ctx.now < seen.last_seen_at + offline_after / 3
+                && ctx.now >= seen.last_seen_at
+        });
+        // A node that counts as offline is noted at once, or its next tick would find it silent again.
+        if !recent || self.life == Life::Offline {
+            self.seen = Some(Seen {
+                boot_id: boot_id.to_owned(),
+                agent_version: agent_version.to_owned(),
+                protocol,
+                last_seen_at: ctx.now,
+                silent_at: ctx.now + offline_after,
+            });
+        }
+    }
+
+    /// What of the inventory is not as the SKU promises, in a sentence for an operator.
+    #[must_use]
+    pub fn mismatch(&self) -> Option<String> {
+        let promise = &self.registration.sku;
+        let Some(inventory) = &self.inventory else { return Some("No inventory was reported.".to_owned()) };
+        let found = u32::try_from(inventory.gpus.len()).unwrap_or(u32::MAX);
+        if found != promise.gpu_count {
+            let promised = promise.gpu_count;
+            return Some(format!("The SKU {} has {promised} GPUs, the machine reports {found}.", promise.name));
+        }
+        for gpu in &inventory.gpus {
+            let (index, model, memory) = (gpu.index, &gpu.model, gpu.memory_mib);
+            if !model.trim().eq_ignore_ascii_case(promise.gpu_model.trim()) {
+                return Some(format!("GPU {index} is a {model}, the SKU promises {}.", promise.gpu_model));
+            }
+            // Drivers keep a part of the memory for themselves.
+            if memory.saturating_mul(100) < promise.gpu_memory_mib.saturating_mul(95) {
+                let promised = promise.gpu_memory_mib;
+                return Some(format!("GPU {index} has {memory} MiB of memory, the SKU promises {promised}."));
+            }
+        }
+        let mut uuids: Vec<_> = inventory.gpus.iter().map(|gpu| &gpu.uuid).collect();
+        uuids.sort();
+        uuids.dedup();
+        if uuids.len() != inventory.gpus.len() {
+            return Some("Two of the GPUs report the same UUID.".to_owned());
+        }
+        None
+    }
+
+    pub(super) fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.life {
+            Life::BootstrapIssued { until } | Life::Enrolling { until } if ctx.now >= *until => {
+                self.expire_enrollment(ctx)
+            }
+            Life::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => {
+                self.moved(Life::Offline, "silent", "The agent was not heard; its allocations are kept.", ctx)
+            }
+            Life::Removing { until } if ctx.now >= *until => {
+                self.moved(Life::Removed, "removed", "Removed; the machine can come back as a new node.", ctx)
+            }
+            Life::Draining { .. } if self.holds.is_empty() => self.drained(ctx),
+            Life::Registered
+            | Life::BootstrapIssued { .. }
+            | Life::Enrolling { .. }
+            | Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removing { .. }
+            | Life::Removed => Step::stay(Reply::Done),
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! What an administrator does with a node: retire, reactivate, remove, quarantine.
+
+use super::{Command, HealthStatus, HoldPhase, Life, Node, Rejection, Reply};
+use crate::event::Event;
+use crate::machine::{Ctx, Effect, Step};
+use crate::policy::{Key, Scopes};
+use chrono::TimeDelta;
+use serde_json::json;
+
+/// How long replicas get to close a removed node's connections. Nothing hangs on it: every request is refused from the commit on.
+const REMOVING: TimeDelta = TimeDelta::seconds(1);
+
+impl Node {
+    pub(super) fn retire(&self, reason: &str, drain: bool, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let audit = self.audit("nodes.retire", json!({ "reason": reason, "drain": drain }));
+        match (&self.life, self.holds.keys().next()) {
+            (Life::Retired, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
+            (Life::Active | Life::Offline | Life::Draining { .. }, None) => {
+                Ok(self.moved(Life::Retired, "retired", reason, ctx).audit(audit))
+            }
+            (Life::Active | Life::Offline, Some(_)) if drain => {
+                let until = ctx.now + ctx.policy.seconds(Key::NodeDrainOverdue, &Scopes::global(), ctx.now);
+                Ok(self.moved(Life::Draining { until }, "draining", reason, ctx).audit(audit))
+            }
+            (Life::Draining { .. }, Some(_)) if drain => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
+            (Life::Active | Life::Offline | Life::Draining { .. }, Some(allocation_id)) => {
+                Err(Rejection::InUse { allocation_id: *allocation_id })
+            }
+            (
+                Life::Registered
+                | Life::BootstrapIssued { .. }
+                | Life::Enrolling { .. }
+                | Life::Quarantined { .. }
+                | Life::Removing { .. }
+                | Life::Removed,
+                _,
+            ) => Err(self.wrong_state(&Command::Retire { reason: String::new(), drain })),
+        }
+    }
+
+    /// The last allocation of a draining node has ended.
+    pub(super) fn drained(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        self.moved(Life::Retired, "drained", "The last allocation ended; the node is retired.", ctx)
+    }
+
+    /// As [`Node::drained`], as part of the step that ended the last allocation.
+    pub(super) fn retire_if_drained(&mut self, ctx: &Ctx<'_>) -> Option<Event> {
+        (matches!(self.life, Life::Draining { .. }) && self.holds.is_empty())
+            .then(|| self.enter(Life::Retired, "drained", "The last allocation ended; the node is retired.", ctx))
+    }
+
+    pub(super) fn reactivate(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match self.life {
+            Life::Retired => {
+                self.in_order(ctx)?;
+                let audit = self.audit("nodes.reactivate", json!({ "reason": reason }));
+                Ok(self.moved(Life::Active, "reactivated", reason, ctx).audit(audit))
+            }
+            Life::Registered
+            | Life::BootstrapIssued { .. }
+            | Life::Enrolling { .. }
+            | Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Quarantined { .. }
+            | Life::Removing { .. }
+            | Life::Removed => Err(self.wrong_state(&Command::Reactivate { reason: String::new() })),
+        }
+    }
+
+    pub(super) fn remove(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match (&self.life, self.holds.keys().next()) {
+            (Life::Removing { .. } | Life::Removed, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
+            (Life::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id: *allocation_id }),
+            // What never was active has nothing to retire from.
+            (Life::Retired | Life::Registered | Life::BootstrapIssued { .. }, None) => {
+                let mut next = self.clone();
+                next.identity.token = None;
+                next.identity.certificates.clear();
+                let message = "Its identity is void; its connections are being closed.";
+                let event = next.enter(Life::Removing { until: ctx.now + REMOVING }, "removing", message, ctx);
+                let audit = self.audit("nodes.remove", json!({ "reason": reason }));
+                Ok(next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id)))
+            }
+            (
+                Life::Registered
+                | Life::BootstrapIssued { .. }
+                | Life::Enrolling { .. }
+                | Life::Active
+                | Life::Offline
+                | Life::Draining { .. }
+                | Life::Quarantined { .. },
+                _,
+            ) => Err(self.wrong_state(&Command::Remove { reason: String::new() })),
+        }
+    }
+
+    pub(super) fn quarantine(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        if matches!(self.life, Life::Quarantined { .. }) {
+            return Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) }));
+        }
+        if self.life.is_gone() {
+            return Err(self.wrong_state(&Command::Quarantine { reason: String::new() }));
+        }
+        let was = Box::new(self.life.clone());
+        let audit = self.audit("nodes.quarantine", json!({ "reason": reason }));
+        Ok(self.moved(Life::Quarantined { was }, "quarantined", reason, ctx).audit(audit))
+    }
+
+    pub(super) fn release_quarantine(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match &self.life {
+            Life::Quarantined { was } => {
+                self.in_order(ctx)?;
+                let audit = self.audit("nodes.release_quarantine", json!({ "reason": reason }));
+                Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+            }
+            Life::Registered
+            | Life::BootstrapIssued { .. }
+            | Life::Enrolling { .. }
+            | Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Retired
+            | Life::Removing { .. }
+            | Life::Removed => Err(self.wrong_state(&Command::ReleaseQuarantine { reason: String::new() })),
+        }
+    }
+
+    /// May it take tenants (again)? What was never enrolled has nothing that could be out of order.
+    fn in_order(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+        let not = |why: String| Err(Rejection::NotInOrder { why });
+        let remains = self.holds.iter().find(|(_, hold)| matches!(hold.phase, HoldPhase::Abandoned { .. }));
+        if let Some((allocation_id, _)) = remains {
+            return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
+        }
+        if self.identity.generation == 0 {
+            return Ok(());
+        }
+        if let Some(why) = self.mismatch() {
+            return not(why);
+        }
+        if self.health.status == HealthStatus::Critical {
+            return not("the agent reports critical health".to_owned());
+        }
+        match &self.seen {
+            Some(seen) if seen.silent_at > ctx.now => Ok(()),
+            Some(_) | None => not("the agent was not heard lately; start it and try again".to_owned()),
+        }
+    }
+
+    pub(super) const fn may_be_quarantined(&self) -> bool {
+        matches!(self.life, Life::Active | Life::Offline | Life::Draining { .. } | Life::Retired)
+    }
+}

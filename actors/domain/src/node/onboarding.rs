@@ -1,0 +1,278 @@
+//! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
+
+use super::{Command, Health, Inventory, Life, Node, Probe, Reason, Registration, Rejection, Reply, TokenCause};
+use crate::event::Event;
+use crate::id::{NodeId, TokenId};
+use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::policy::{Key, Scopes};
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// By what a node is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Raised by every enrollment; 0 before the first.
+    pub generation: u32,
+    pub recoveries_left: u32,
+    /// The agent's Ed25519 key, base64: it signs clean-up proofs and recoveries.
+    pub recovery_public_key: Option<String>,
+    /// By serial, as lower-case hex. Expired ones go.
+    pub certificates: BTreeMap<String, Certificate>,
+    pub token: Option<Token>,
+}
+
+/// A certificate of the node, without itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Certificate {
+    pub serial: String,
+    pub not_after: Timestamp,
+    /// The identity generation that it was issued in; the machine sets it.
+    #[serde(default)]
+    pub generation: u32,
+}
+
+/// A single-use enrollment token: its hash and its end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Token {
+    pub id: TokenId,
+    pub sha256: [u8; 32],
+    pub expires_at: Timestamp,
+    pub consumed_at: Option<Timestamp>,
+}
+
+/// What an agent shows when it enrolls, with the certificate that the edge has made ready for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Enrollment {
+    pub token_sha256: [u8; 32],
+    pub issued: Certificate,
+    pub recovery_public_key: String,
+    pub boot_id: String,
+    pub agent_version: String,
+    pub protocol: u16,
+    pub inventory: Inventory,
+}
+
+impl Node {
+    pub(super) fn register(
+        registration: Registration,
+        probe: Option<Probe>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        let promise = &registration.sku;
+        if registration.gpus_total != promise.gpu_count {
+            return Err(Rejection::GpusDiffer { given: registration.gpus_total, promised: promise.gpu_count });
+        }
+        if !promise.allowed_regions.contains(&registration.region_code) {
+            return Err(Rejection::RegionNotAllowed { region_code: registration.region_code });
+        }
+        let node = Self {
+            id: NodeId(ctx.id),
+            registration,
+            registered_at: ctx.now,
+            life: Life::Registered,
+            entered_at: ctx.now,
+            reason: Reason { code: "registered".into(), message: "Registered; issue an enrollment token next.".into() },
+            probe,
+            identity: Identity::default(),
+            inventory: None,
+            seen: None,
+            health: Health::default(),
+            holds: BTreeMap::new(),
+            fenced_by: BTreeSet::new(),
+        };
+        let event = Event::NodeStateChanged {
+            node_id: node.id,
+            from: None,
+            to: node.life.name().to_owned(),
+            reason: "registered".to_owned(),
+        };
+        let audit =
+            node.audit("nodes.create", json!({ "host": node.registration.host, "sku": node.registration.sku.name }));
+        Ok(node.answered("registered by an administrator").event(event).audit(audit))
+    }
+
+    pub(super) fn revise(
+        &self,
+        host: Option<String>,
+        port: Option<u16>,
+        ssh_username: Option<String>,
+        if_version: Option<i64>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        if if_version.is_some_and(|version| version != ctx.version) {
+            return Err(Rejection::VersionDiffers);
+        }
+        if self.life.is_gone() {
+            return Err(self.wrong_state(&Command::Revise { host, port, ssh_username, if_version }));
+        }
+        let mut next = self.clone();
+        let to = &mut next.registration;
+        to.host = host.unwrap_or_else(|| to.host.clone());
+        to.port = port.unwrap_or(to.port);
+        to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
+        let audit = self.audit("nodes.update", json!({ "host": to.host, "port": to.port }));
+        Ok(next.answered("revised by an administrator").audit(audit))
+    }
+
+    pub(super) fn issue_token(
+        &self,
+        id: TokenId,
+        sha256: [u8; 32],
+        ttl_seconds: Option<u32>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        match self.life {
+            Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {}
+            Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removing { .. }
+            | Life::Removed => {
+                return Err(self.wrong_state(&Command::IssueToken { token_id: id, token_sha256: sha256, ttl_seconds }));
+            }
+        }
+        let ttl = ttl_seconds.map_or_else(
+            || ctx.policy.seconds(Key::NodeEnrollmentTokenTtl, &Scopes::global(), ctx.now),
+            |seconds| TimeDelta::seconds(seconds.into()),
+        );
+        let expires_at = ctx.now + ttl;
+        let mut next = self.clone();
+        // A new token voids what was before: the older token, and a certificate that was never used.
+        next.identity.token = Some(Token { id, sha256, expires_at, consumed_at: None });
+        next.identity.certificates.clear();
+        let message = "A token was issued; install the bundle on the machine and start the agent.";
+        let event = next.enter(Life::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
+        let audit = self.audit("nodes.issue_enrollment_token", json!({ "token_id": id, "expires_at": expires_at }));
+        Ok(Step::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
+            .event(event)
+            .audit(audit))
+    }
+
+    /// Of any number of enrollments with one token exactly one passes here: the mailbox lets them in one by one, and the first
+    /// one's commit consumes it.
+    pub(super) fn enroll(&self, shown: Enrollment, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        self.only_itself(ctx)?;
+        if self.life.is_gone() {
+            return Err(Rejection::Removed);
+        }
+        let refused = |cause| Err(Rejection::TokenRefused { cause });
+        let Some(token) = &self.identity.token else { return refused(TokenCause::NoneIssued) };
+        if !same(&token.sha256, &shown.token_sha256) {
+            return refused(TokenCause::Mismatch);
+        }
+        if token.consumed_at.is_some() {
+            return refused(TokenCause::Consumed);
+        }
+        if ctx.now >= token.expires_at {
+            return refused(TokenCause::Expired);
+        }
+        let until = token.expires_at;
+        let mut next = self.clone();
+        if let Some(token) = &mut next.identity.token {
+            token.consumed_at = Some(ctx.now);
+        }
+        let generation = next.identity.generation + 1;
+        let recoveries = ctx.policy.int(Key::NodeMaxRecoveries, &Scopes::global(), ctx.now);
+        next.identity.generation = generation;
+        next.identity.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
+        next.identity.recovery_public_key = Some(shown.recovery_public_key);
+        let certificate = Certificate { generation, ..shown.issued };
+        next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
+        next.inventory = Some(shown.inventory);
+        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, ctx);
+        let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
+        let audit = self
+            .audit("nodes.enroll", json!({ "identity_generation": generation, "agent_version": shown.agent_version }));
+        let event = match self.life {
+            Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {
+                let message = "The agent has its certificate; waiting for its first poll.";
+                Some(next.enter(Life::Enrolling { until }, "certificate_issued", message, ctx))
+            }
+            Life::Registered
+            | Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removing { .. }
+            | Life::Removed => None,
+        };
+        let step = Step::to(next, reply, "an agent enrolled with the issued token").audit(audit);
+        Ok(event.into_iter().fold(step, Step::event))
+    }
+
+    pub(super) fn renew(&self, serial: &str, issued: Certificate, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        self.known(serial, ctx)?;
+        let generation = self.identity.generation;
+        let mut next = self.clone();
+        next.identity.certificates.retain(|_, certificate| certificate.not_after > ctx.now);
+        let audit =
+            self.audit("nodes.renew_certificate", json!({ "serial": issued.serial, "not_after": issued.not_after }));
+        let certificate = Certificate { generation, ..issued };
+        next.identity.certificates.insert(certificate.serial.clone(), certificate);
+        let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: self.identity.recoveries_left };
+        Ok(Step::to(next, reply, "the agent renewed its certificate").audit(audit))
+    }
+
+    /// Is this certificate one of the node's present identity? Asked at each request, since a live or resumed connection
+    /// verifies nothing.
+    pub(super) fn known(&self, serial: &str, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+        self.only_itself(ctx)?;
+        if self.life.is_gone() {
+            return Err(Rejection::Removed);
+        }
+        match self.identity.certificates.get(serial) {
+            Some(certificate) if certificate.generation != self.identity.generation => {
+                Err(Rejection::CertificateUnknown)
+            }
+            Some(certificate) if certificate.not_after <= ctx.now => Err(Rejection::CertificateExpired),
+            Some(_) => Ok(()),
+            None => Err(Rejection::CertificateUnknown),
+        }
+    }
+
+    fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+        match ctx.by {
+            crate::authz::Principal::Node(id) if *id == self.id => Ok(()),
+            crate::authz::Principal::Node(_)
+            | crate::authz::Principal::Caller(_)
+            | crate::authz::Principal::System(_) => Err(Rejection::ForeignNode { id: self.id }),
+        }
+    }
+
+    /// An enrollment that came to nothing: its certificate is void, and so is the token.
+    pub(super) fn expire_enrollment(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        next.identity.certificates.clear();
+        let (life, code, message) = match &self.life {
+            Life::Enrolling { until } => (
+                Life::BootstrapIssued { until: *until },
+                "enrollment_expired",
+                "The agent enrolled but did not poll in time; its certificate is void.",
+            ),
+            Life::Registered
+            | Life::BootstrapIssued { .. }
+            | Life::Active
+            | Life::Offline
+            | Life::Draining { .. }
+            | Life::Quarantined { .. }
+            | Life::Retired
+            | Life::Removing { .. }
+            | Life::Removed => {
+                next.identity.token = None;
+                (Life::Registered, "token_expired", "The enrollment token expired unused; issue another.")
+            }
+        };
+        let event = next.enter(life, code, message, ctx);
+        next.answered(message).event(event).effect(Effect::CloseNode(self.id))
+    }
+}
+
+/// Compares in a time that does not depend on where they differ.
+fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+    a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
+}

@@ -1,0 +1,431 @@
+//! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
+
+use super::{Life, Node, Rejection, Reply};
+use crate::allocation::{AuthorizedKey, Placed};
+use crate::event::Event;
+use crate::id::{AllocationId, TaskId};
+use crate::machine::{Ctx, Effect, Step, Timestamp};
+use serde::{Deserialize, Serialize};
+
+/// One allocation's hold on GPUs of the node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    pub placed: Placed,
+    pub keys: Vec<AuthorizedKey>,
+    pub phase: HoldPhase,
+}
+
+/// How far the node is with a tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "snake_case")]
+pub enum HoldPhase {
+    /// The devices are set aside; the agent has not heard of it.
+    Reserved,
+    Provisioning {
+        work: Work,
+    },
+    Ready,
+    Releasing {
+        work: Work,
+    },
+    /// The clean-up failed; the next attempt comes from the allocation.
+    ReleaseFailed {
+        work: Work,
+    },
+    /// Released by force: nobody's tenant, and still unproven. The clean-up stays offered to the agent.
+    Abandoned {
+        work: Work,
+    },
+}
+
+/// Something that the agent is to do and has not reported on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Work {
+    pub task_id: TaskId,
+    pub attempt: u32,
+    pub ordered_at: Timestamp,
+    pub deadline_at: Timestamp,
+}
+
+/// Work as the edge signs it for the agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Order {
+    pub work: Work,
+    pub allocation_id: AllocationId,
+    pub placed: Placed,
+    pub sku: String,
+    pub what: What,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "what", rename_all = "snake_case")]
+pub enum What {
+    Provision { keys: Vec<AuthorizedKey> },
+    Release,
+}
+
+/// What the agent says came of a task. The edge has verified the signature of a clean-up proof before it says `clean`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "verdict", rename_all = "snake_case")]
+pub enum Verdict {
+    Succeeded {
+        /// A release succeeded only with a verified proof that nothing is left.
+        proof: Option<AllocationId>,
+    },
+    Failed {
+        code: String,
+        message: String,
+    },
+}
+
+impl Node {
+    pub(super) fn reserve(
+        &self,
+        allocation_id: AllocationId,
+        gpu_count: u32,
+        keys: Vec<AuthorizedKey>,
+    ) -> Result<Step<Self>, Rejection> {
+        if let Some(hold) = self.holds.get(&allocation_id) {
+            return Ok(self.again(allocation_id, hold));
+        }
+        if let Some(why) = self.not_schedulable() {
+            return Err(Rejection::NotSchedulable { why });
+        }
+        let devices: Vec<_> = self.free_devices().take(gpu_count as usize).collect();
+        if devices.len() < gpu_count as usize {
+            return Err(Rejection::NotEnoughGpus { free: self.gpus_free(), wanted: gpu_count });
+        }
+        let placed = Placed {
+            devices,
+            host: self.registration.host.clone(),
+            port: self.registration.port,
+            user_name: user_name(allocation_id),
+            region_code: self.registration.region_code.clone(),
+        };
+        let mut next = self.clone();
+        next.holds.insert(allocation_id, Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved });
+        debug_assert!(crate::invariant::each_gpu_is_held_once(&next));
+        let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
+        let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
+        Ok(Step::to(next, Reply::Reserved { placed }, why).event(event))
+    }
+
+    /// The allocation holds them already: it is told so again.
+    fn again(&self, allocation_id: AllocationId, hold: &Hold) -> Step<Self> {
+        let placed = hold.placed.clone();
+        let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
+        Step::to(self.clone(), Reply::Reserved { placed }, "asked again for the same reservation").event(event)
+    }
+
+    /// Why it takes no new allocation, where it does not.
+    #[must_use]
+    pub fn not_schedulable(&self) -> Option<String> {
+        if self.life != Life::Active {
+            return Some(format!("it is {}", self.life.name()));
+        }
+        if let Some(why) = self.mismatch() {
+            return Some(why);
+        }
+        let unproven = self
+            .holds
+            .iter()
+            .find(|(_, hold)| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }));
+        if let Some((allocation_id, _)) = unproven {
+            return Some(format!("the clean-up of allocation {allocation_id} is not proved"));
+        }
+        let isolates = self.inventory.as_ref().is_some_and(|inventory| inventory.isolates_devices);
+        if !isolates && !self.holds.is_empty() {
+            return Some("it cannot keep tenants' GPUs apart and has a tenant".to_owned());
+        }
+        None
+    }
+
+    /// How many GPUs a new allocation could get now.
+    #[must_use]
+    pub fn gpus_free(&self) -> u32 {
+        if self.not_schedulable().is_some() {
+            return 0;
+        }
+        u32::try_from(self.free_devices().count()).unwrap_or(0)
+    }
+
+    pub(super) fn unreserve(&self, allocation_id: AllocationId, ctx: &Ctx<'_>) -> Step<Self> {
+        match self.holds.get(&allocation_id) {
+            // The agent never heard of it: there is nothing to clean up.
+            Some(Hold { phase: HoldPhase::Reserved, .. }) => {
+                self.freed(allocation_id, "the reservation is not wanted", ctx)
+            }
+            Some(_) | None => Step::stay(Reply::Done),
+        }
+    }
+
+    pub(super) fn provision(&self, allocation_id: AllocationId, deadline_at: Timestamp, ctx: &Ctx<'_>) -> Step<Self> {
+        let failed = |reason: &str, detail: &str| {
+            Step::to(self.clone(), Reply::Done, detail).event(Event::TenantFailed {
+                node_id: self.id,
+                allocation_id,
+                reason: reason.to_owned(),
+                detail: detail.to_owned(),
+            })
+        };
+        match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
+            Some(HoldPhase::Reserved) if matches!(self.life, Life::Active | Life::Offline | Life::Draining { .. }) => {
+                let work = Work { task_id: TaskId(ctx.new_id(0)), attempt: 1, ordered_at: ctx.now, deadline_at };
+                self.with_phase(allocation_id, HoldPhase::Provisioning { work }, "the tenant is to be set up")
+                    .effect(Effect::WakeNode(self.id))
+            }
+            Some(HoldPhase::Reserved) => failed("node_not_available", "the node is not in service any more"),
+            Some(HoldPhase::Ready) => Step::to(self.clone(), Reply::Done, "the tenant is set up already")
+                .event(Event::TenantReady { node_id: self.id, allocation_id }),
+            Some(HoldPhase::Provisioning { .. }) => Step::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
+            Some(HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }) => {
+                Step::stay(Reply::Done)
+            }
+            None => failed("reservation_lost", "the node holds no devices for the allocation"),
+        }
+    }
+
+    pub(super) fn clean(
+        &self,
+        allocation_id: AllocationId,
+        attempt: u32,
+        deadline_at: Timestamp,
+        ctx: &Ctx<'_>,
+    ) -> Step<Self> {
+        let Some(hold) = self.holds.get(&allocation_id) else {
+            // Proved before, or never here: either way nothing of it is held.
+            return Step::to(self.clone(), Reply::Done, "nothing is held for the allocation")
+                .event(Event::TenantGone { node_id: self.id, allocation_id, attempt });
+        };
+        let task_id = match &hold.phase {
+            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } if work.attempt >= attempt => {
+                return Step::stay(Reply::Done).effect(Effect::WakeNode(self.id));
+            }
+            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } | HoldPhase::ReleaseFailed { work } => {
+                work.task_id
+            }
+            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready => TaskId(ctx.new_id(0)),
+        };
+        let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at };
+        let mut step = self
+            .with_phase(
+                allocation_id,
+                HoldPhase::Releasing { work },
+                format!("the tenant is to be cleaned up (attempt {attempt})"),
+            )
+            .effect(Effect::WakeNode(self.id));
+        if let Some(next) = &mut step.next {
+            next.fenced_by.remove(&allocation_id);
+        }
+        step
+    }
+
+    pub(super) fn mark_release_failed(&self, allocation_id: AllocationId) -> Step<Self> {
+        match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
+            Some(HoldPhase::Releasing { work }) => self.with_phase(
+                allocation_id,
+                HoldPhase::ReleaseFailed { work: work.clone() },
+                "the clean-up failed: no new allocation until it is proved",
+            ),
+            Some(
+                HoldPhase::Reserved
+                | HoldPhase::Provisioning { .. }
+                | HoldPhase::Ready
+                | HoldPhase::ReleaseFailed { .. }
+                | HoldPhase::Abandoned { .. },
+            )
+            | None => Step::stay(Reply::Done),
+        }
+    }
+
+    pub(super) fn fence(&self, allocation_id: AllocationId) -> Step<Self> {
+        match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
+            Some(HoldPhase::ReleaseFailed { .. } | HoldPhase::Releasing { .. }) => {
+                let mut next = self.clone();
+                next.fenced_by.insert(allocation_id);
+                Step::to(next, Reply::Done, format!("fenced by the failed release of allocation {allocation_id}"))
+            }
+            Some(
+                HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::Abandoned { .. },
+            )
+            | None => Step::stay(Reply::Done),
+        }
+    }
+
+    /// Released by force: the node is quarantined until the agent proves that nothing is left.
+    pub(super) fn abandon(&self, allocation_id: AllocationId, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(hold) = self.holds.get(&allocation_id) else { return Step::stay(Reply::Done) };
+        let (task_id, attempt) = match &hold.phase {
+            HoldPhase::Abandoned { .. } => return Step::stay(Reply::Done),
+            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {
+                (work.task_id, work.attempt.saturating_add(1))
+            }
+            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready => (TaskId(ctx.new_id(0)), 1),
+        };
+        let mut next = self.clone();
+        next.fenced_by.remove(&allocation_id);
+        // A forced clean-up has no end: it is offered until the proof is there.
+        let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC };
+        if let Some(hold) = next.holds.get_mut(&allocation_id) {
+            hold.phase = HoldPhase::Abandoned { work };
+        }
+        let event = (!matches!(next.life, Life::Quarantined { .. }) && !next.life.is_gone()).then(|| {
+            let was = Box::new(next.life.clone());
+            next.enter(
+                Life::Quarantined { was },
+                "forced_release",
+                "An allocation was released by force, without proof of clean-up.",
+                ctx,
+            )
+        });
+        let step = Step::to(next, Reply::Done, format!("allocation {allocation_id} was released by force"))
+            .effect(Effect::WakeNode(self.id));
+        event.into_iter().fold(step, Step::event)
+    }
+
+    /// The work that waits for the agent, oldest first.
+    pub(super) fn orders(&self) -> Vec<Order> {
+        let mut orders: Vec<_> = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold)).collect();
+        orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
+        orders
+    }
+
+    fn order(&self, allocation_id: AllocationId, hold: &Hold) -> Option<Order> {
+        let (work, what) = match &hold.phase {
+            // A node that waits for a clean-up proof gets every task but this one.
+            HoldPhase::Provisioning { work } if !self.has_unproven() => {
+                (work, What::Provision { keys: hold.keys.clone() })
+            }
+            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => (work, What::Release),
+            HoldPhase::Provisioning { .. }
+            | HoldPhase::Reserved
+            | HoldPhase::Ready
+            | HoldPhase::ReleaseFailed { .. } => return None,
+        };
+        let sku = self.registration.sku.name.clone();
+        Some(Order { work: work.clone(), allocation_id, placed: hold.placed.clone(), sku, what })
+    }
+
+    fn has_unproven(&self) -> bool {
+        self.holds
+            .values()
+            .any(|hold| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }))
+    }
+
+    pub(super) fn report(
+        &self,
+        serial: &str,
+        task_id: TaskId,
+        attempt: u32,
+        verdict: Verdict,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        self.known(serial, ctx)?;
+        let found = self.holds.iter().find_map(|(id, hold)| match &hold.phase {
+            HoldPhase::Provisioning { work }
+            | HoldPhase::Releasing { work }
+            | HoldPhase::ReleaseFailed { work }
+            | HoldPhase::Abandoned { work }
+                if work.task_id == task_id =>
+            {
+                Some((*id, hold, work.attempt))
+            }
+            HoldPhase::Provisioning { .. }
+            | HoldPhase::Releasing { .. }
+            | HoldPhase::ReleaseFailed { .. }
+            | HoldPhase::Abandoned { .. }
+            | HoldPhase::Reserved
+            | HoldPhase::Ready => None,
+        });
+        let Some((allocation_id, hold, current)) = found else { return Err(Rejection::TaskUnknown) };
+        let proves = verdict == (Verdict::Succeeded { proof: Some(allocation_id) });
+        match &hold.phase {
+            HoldPhase::Provisioning { .. } if attempt == current => Ok(self.tenant_reported(allocation_id, &verdict)),
+            // A proof of an earlier attempt proves the same thing.
+            HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. } if proves => {
+                let gone = Event::TenantGone { node_id: self.id, allocation_id, attempt };
+                Ok(self.freed(allocation_id, "the agent proved the clean-up", ctx).event(gone))
+            }
+            HoldPhase::Releasing { .. } | HoldPhase::Abandoned { .. } if attempt == current => {
+                Ok(self.remains(allocation_id, attempt, &verdict))
+            }
+            HoldPhase::Provisioning { .. }
+            | HoldPhase::Releasing { .. }
+            | HoldPhase::ReleaseFailed { .. }
+            | HoldPhase::Abandoned { .. }
+            | HoldPhase::Reserved
+            | HoldPhase::Ready => Err(Rejection::StaleAttempt { given: attempt, current }),
+        }
+    }
+
+    fn tenant_reported(&self, allocation_id: AllocationId, verdict: &Verdict) -> Step<Self> {
+        match verdict {
+            Verdict::Succeeded { .. } => self
+                .with_phase(allocation_id, HoldPhase::Ready, "the agent set the tenant up")
+                .event(Event::TenantReady { node_id: self.id, allocation_id }),
+            // Devices stay held: what was done of it must be cleaned up, and that is the allocation's to ask.
+            Verdict::Failed { code, message } => self
+                .with_phase(
+                    allocation_id,
+                    HoldPhase::Ready,
+                    format!("the agent could not set the tenant up: {message}"),
+                )
+                .event(Event::TenantFailed {
+                    node_id: self.id,
+                    allocation_id,
+                    reason: code.clone(),
+                    detail: message.clone(),
+                }),
+        }
+    }
+
+    fn remains(&self, allocation_id: AllocationId, attempt: u32, verdict: &Verdict) -> Step<Self> {
+        let (reason, detail) = match verdict {
+            Verdict::Succeeded { .. } => {
+                ("proof_missing".to_owned(), "the agent gave no valid clean-up proof".to_owned())
+            }
+            Verdict::Failed { code, message } => (code.clone(), message.clone()),
+        };
+        let mut next = self.clone();
+        if let Some(hold) = next.holds.get_mut(&allocation_id) {
+            hold.phase = match &hold.phase {
+                HoldPhase::Releasing { work } => HoldPhase::ReleaseFailed { work: work.clone() },
+                // Nobody will ask again: it is offered anew.
+                HoldPhase::Abandoned { work } => {
+                    HoldPhase::Abandoned { work: Work { attempt: work.attempt.saturating_add(1), ..work.clone() } }
+                }
+                other @ (HoldPhase::Reserved
+                | HoldPhase::Provisioning { .. }
+                | HoldPhase::Ready
+                | HoldPhase::ReleaseFailed { .. }) => other.clone(),
+            };
+        }
+        let why = format!("clean-up attempt {attempt} failed: {detail}");
+        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail };
+        Step::to(next, Reply::Done, why).event(remains)
+    }
+
+    fn freed(&self, allocation_id: AllocationId, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        next.holds.remove(&allocation_id);
+        next.fenced_by.remove(&allocation_id);
+        let retired = next.retire_if_drained(ctx);
+        let step = Step::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
+        retired.into_iter().fold(step, Step::event)
+    }
+
+    fn with_phase(&self, allocation_id: AllocationId, phase: HoldPhase, why: impl Into<String>) -> Step<Self> {
+        let mut next = self.clone();
+        if let Some(hold) = next.holds.get_mut(&allocation_id) {
+            hold.phase = phase;
+        }
+        Step::to(next, Reply::Done, why)
+    }
+}
+
+/// The login of an allocation on its node: short enough for every system, derived from the id alone so that it is never another's.
+#[must_use]
+pub fn user_name(allocation_id: AllocationId) -> String {
+    let id = allocation_id.0.as_simple().to_string();
+    format!("gpu-{}", &id[id.len() - 16..])
+}

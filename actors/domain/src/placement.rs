@@ -1,0 +1,133 @@
+//! Where an allocation goes: on the node that was asked for, or best fit over the nodes of the SKU and region. The choice is a
+//! proposal; the node's own actor decides whether it reserves (design, I2).
+
+use crate::id::NodeId;
+use crate::node::Node;
+
+/// A node as the placement sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    pub node_id: NodeId,
+    pub region_code: String,
+    pub gpus_free: u32,
+    /// It holds devices for this allocation already: an earlier try got this far.
+    pub holds_it: bool,
+}
+
+impl Candidate {
+    #[must_use]
+    pub fn of(node: &Node, allocation_id: crate::AllocationId) -> Self {
+        Self {
+            node_id: node.id,
+            region_code: node.registration.region_code.clone(),
+            gpus_free: node.gpus_free(),
+            holds_it: node.holds.contains_key(&allocation_id),
+        }
+    }
+}
+
+/// What is wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted<'a> {
+    pub node_id: Option<NodeId>,
+    pub region_code: Option<&'a str>,
+    pub gpu_count: u32,
+}
+
+/// The nodes to ask, in this order: one that holds devices for the allocation already, then the tightest fit, so that large
+/// requests find room later. Equal fits are told apart by `spread`, so that requests that come at once do not all ask the same node.
+#[must_use]
+pub fn order(candidates: &[Candidate], wanted: &Wanted<'_>, spread: u128) -> Vec<NodeId> {
+    let mut fitting: Vec<_> = candidates
+        .iter()
+        .filter(|candidate| candidate.holds_it || candidate.gpus_free >= wanted.gpu_count)
+        .filter(|candidate| wanted.node_id.is_none_or(|node_id| node_id == candidate.node_id))
+        .filter(|candidate| wanted.region_code.is_none_or(|region| region == candidate.region_code))
+        .collect();
+    fitting.sort_by_key(|candidate| {
+        (!candidate.holds_it, candidate.gpus_free, candidate.node_id.0.as_u128().wrapping_mul(spread | 1))
+    });
+    fitting.into_iter().map(|candidate| candidate.node_id).collect()
+}
+
+/// What could be had instead, in a sentence for the user.
+#[must_use]
+pub fn suggestion(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
+    let most = |here: &dyn Fn(&&Candidate) -> bool| {
+        candidates.iter().filter(here).max_by_key(|candidate| candidate.gpus_free).filter(|best| best.gpus_free > 0)
+    };
+    if let Some(region) = wanted.region_code
+        && let Some(elsewhere) =
+            most(&|candidate| candidate.region_code != region && candidate.gpus_free >= wanted.gpu_count)
+    {
+        return format!("Region {} has room for {} GPUs of this SKU.", elsewhere.region_code, wanted.gpu_count);
+    }
+    match most(&|_| true) {
+        Some(best) if wanted.node_id.is_some() && best.gpus_free >= wanted.gpu_count => {
+            "Another node of this SKU has room; leave node_id out.".to_owned()
+        }
+        Some(best) => format!(
+            "The largest block of free GPUs of this SKU is {}, in region {}; ask for fewer, or wait with queue_seconds.",
+            best.gpus_free, best.region_code
+        ),
+        None => "All GPUs of this SKU are taken; wait with queue_seconds, or try again later.".to_owned(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use uuid::Uuid;
+
+    fn node(n: u128, region: &str, free: u32) -> Candidate {
+        Candidate { node_id: NodeId(Uuid::from_u128(n)), region_code: region.into(), gpus_free: free, holds_it: false }
+    }
+
+    fn wanted(gpu_count: u32) -> Wanted<'static> {
+        Wanted { node_id: None, region_code: None, gpu_count }
+    }
+
+    #[test]
+    fn the_tightest_fit_is_asked_first() {
+        let candidates = [node(1, "a", 8), node(2, "a", 2), node(3, "a", 4)];
+        let order = order(&candidates, &wanted(3), 1);
+        assert_eq!(order, [candidates[2].node_id, candidates[0].node_id]);
+    }
+
+    #[test]
+    fn a_node_that_holds_it_already_is_asked_again_before_any_other() {
+        let mut candidates = [node(1, "a", 4), node(2, "a", 0)];
+        candidates[1].holds_it = true;
+        assert_eq!(order(&candidates, &wanted(4), 1).first(), Some(&candidates[1].node_id));
+    }
+
+    #[test]
+    fn a_named_node_is_the_only_one_asked() {
+        let candidates = [node(1, "a", 4), node(2, "a", 4)];
+        let named = Wanted { node_id: Some(candidates[1].node_id), ..wanted(1) };
+        assert_eq!(order(&candidates, &named, 1), [candidates[1].node_id]);
+    }
+
+    #[test]
+    fn the_suggestion_names_another_region_that_has_room() {
+        let candidates = [node(1, "a", 1), node(2, "b", 8)];
+        let here = Wanted { region_code: Some("a"), ..wanted(4) };
+        assert!(suggestion(&candidates, &here).contains("Region b"));
+    }
+
+    proptest! {
+        #[test]
+        fn only_nodes_with_room_are_asked_and_each_once(
+            free in prop::collection::vec(0u32..9, 0..20), count in 1u32..9, spread: u128
+        ) {
+            let candidates: Vec<_> = free.iter().zip(1u128..).map(|(free, n)| node(n, "a", *free)).collect();
+            let asked = order(&candidates, &wanted(count), spread);
+            let with_room = candidates.iter().filter(|c| c.gpus_free >= count).count();
+            prop_assert_eq!(asked.len(), with_room);
+            let unique: std::collections::BTreeSet<_> = asked.iter().collect();
+            prop_assert_eq!(unique.len(), asked.len());
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The bootstrap bundle: everything a node needs to enroll, and the only source of it.
+//!
+//! It is served as JSON under the names of the agent's environment variables, and rendered to the environment file that a
+//! POSIX shell, systemd's `EnvironmentFile=` and the agent itself all read alike.
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use uuid::Uuid;
+
+use crate::secret::Token;
+
+pub mod env_file;
+
+pub use env_file::{EnvFileError, Variables};
+
+/// The items of the specification's section "Bootstrap bundle".
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BootstrapBundle {
+    #[serde(rename = "SVC_NODE_ID")]
+    pub node_id: Uuid,
+    #[serde(rename = "SVC_ENROLLMENT_TOKEN")]
+    pub enrollment_token: Token,
+    /// Base URL of the node-facing API.
+    #[serde(rename = "SVC_API_URL")]
+    pub api_url: String,
+    /// See [`crate::VerifierSet::from_env_value`].
+    #[serde(rename = "SVC_TASK_SIGNING_PUBKEYS")]
+    pub task_signing_pubkeys: String,
+    #[serde(rename = "SVC_CA_BUNDLE_PATH")]
+    pub ca_bundle_path: String,
+    #[serde(rename = "SVC_NODE_CERT_CA_BUNDLE_PATH")]
+    pub node_cert_ca_bundle_path: String,
+    #[serde(rename = "SVC_CERT_PATH")]
+    pub cert_path: String,
+    #[serde(rename = "SVC_KEY_PATH")]
+    pub key_path: String,
+    /// Trust anchor for the API: one or more certificates.
+    pub ca_bundle_pem: String,
+    /// [`fingerprint`] of `ca_bundle_pem`.
+    pub ca_bundle_fingerprint: String,
+    /// Absent where the agent is installed by other means.
+    pub package: Option<Package>,
+}
+
+/// Where the agent's package comes from and where it goes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Package {
+    /// Reference in an OCI registry.
+    pub oci_ref: String,
+    /// Digest by which it is pulled.
+    pub digest: String,
+    /// How the short-lived pull credential is delivered.
+    pub pull_delivery_mode: String,
+    pub install_root: String,
+    pub env_file_path: String,
+    pub systemd_unit_name: String,
+}
+
+/// `sha256:` and the hexadecimal SHA-256 of the PEM text's bytes, so that `sha256sum` of the written file shows the same.
+#[must_use]
+pub fn fingerprint(pem: &str) -> String {
+    format!("sha256:{}", hex::encode(Sha256::digest(pem.as_bytes())))
+}
+
+/// Names of the environment variables beside those that are JSON names of [`BootstrapBundle`] already.
+pub mod names {
+    pub const NODE_ID: &str = "SVC_NODE_ID";
+    pub const ENROLLMENT_TOKEN: &str = "SVC_ENROLLMENT_TOKEN";
+    pub const API_URL: &str = "SVC_API_URL";
+    pub const TASK_SIGNING_PUBKEYS: &str = "SVC_TASK_SIGNING_PUBKEYS";
+    pub const CA_BUNDLE_PATH: &str = "SVC_CA_BUNDLE_PATH";
+    pub const NODE_CERT_CA_BUNDLE_PATH: &str = "SVC_NODE_CERT_CA_BUNDLE_PATH";
+    pub const CERT_PATH: &str = "SVC_CERT_PATH";
+    pub const KEY_PATH: &str = "SVC_KEY_PATH";
+    pub const CA_BUNDLE_PEM: &str = "SVC_CA_BUNDLE_PEM";
+    pub const CA_BUNDLE_FINGERPRINT: &str = "SVC_CA_BUNDLE_FINGERPRINT";
+    pub const PACKAGE_OCI_REF: &str = "SVC_NODE_AGENT_PACKAGE_OCI_REF";
+    pub const PACKAGE_DIGEST: &str = "SVC_NODE_AGENT_PACKAGE_DIGEST";
+    pub const PACKAGE_PULL_DELIVERY_MODE: &str = "SVC_NODE_AGENT_PACKAGE_PULL_DELIVERY_MODE";
+    pub const INSTALL_ROOT: &str = "SVC_NODE_AGENT_INSTALL_ROOT";
+    pub const ENV_FILE: &str = "SVC_NODE_AGENT_ENV_FILE";
+    pub const SYSTEMD_UNIT: &str = "SVC_NODE_AGENT_SYSTEMD_UNIT";
+}
+
+impl BootstrapBundle {
+    /// The bundle as name and value pairs, in the order in which they are written.
+    #[must_use]
+    pub fn variables(&self) -> Variables {
+        let node_id = self.node_id.to_string();
+        let mut pairs = vec![
+            (names::NODE_ID, node_id.as_str()),
+            (names::ENROLLMENT_TOKEN, self.enrollment_token.expose()),
+            (names::API_URL, &self.api_url),
+            (names::TASK_SIGNING_PUBKEYS, &self.task_signing_pubkeys),
+            (names::CA_BUNDLE_PATH, &self.ca_bundle_path),
+            (
+                names::NODE_CERT_CA_BUNDLE_PATH,
+                &self.node_cert_ca_bundle_path,
+            ),
+            (names::CERT_PATH, &self.cert_path),
+            (names::KEY_PATH, &self.key_path),
+            (names::CA_BUNDLE_FINGERPRINT, &self.ca_bundle_fingerprint),
+            (names::CA_BUNDLE_PEM, &self.ca_bundle_pem),
+        ];
+        if let Some(package) = &self.package {
+            pairs.extend([
+                (names::PACKAGE_OCI_REF, package.oci_ref.as_str()),
+                (names::PACKAGE_DIGEST, &package.digest),
+                (
+                    names::PACKAGE_PULL_DELIVERY_MODE,
+                    &package.pull_delivery_mode,
+                ),
+                (names::INSTALL_ROOT, &package.install_root),
+                (names::ENV_FILE, &package.env_file_path),
+                (names::SYSTEMD_UNIT, &package.systemd_unit_name),
+            ]);
+        }
+        pairs.into_iter().collect()
+    }
+
+    /// The environment file. It holds the enrollment token: write it with mode 0600.
+    ///
+    /// # Errors
+    /// [`EnvFileError`] when a value holds a NUL, which no environment can carry.
+    pub fn to_env_file(&self) -> Result<String, EnvFileError> {
+        self.variables().render()
+    }
+
+    /// Reads an environment file that [`BootstrapBundle::to_env_file`] wrote.
+    ///
+    /// # Errors
+    /// [`EnvFileError`] when the file does not parse or an item of the bundle is missing.
+    pub fn from_env_file(text: &str) -> Result<Self, EnvFileError> {
+        let variables = Variables::parse(text)?;
+        let required = |name: &'static str| variables.require(name).map(str::to_owned);
+        let package = match variables.get(names::PACKAGE_OCI_REF) {
+            None => None,
+            Some(oci_ref) => Some(Package {
+                oci_ref: oci_ref.to_owned(),
+                digest: required(names::PACKAGE_DIGEST)?,
+                pull_delivery_mode: required(names::PACKAGE_PULL_DELIVERY_MODE)?,
+                install_root: required(names::INSTALL_ROOT)?,
+                env_file_path: required(names::ENV_FILE)?,
+                systemd_unit_name: required(names::SYSTEMD_UNIT)?,
+            }),
+        };
+        Ok(Self {
+            node_id: required(names::NODE_ID)?
+                .parse()
+                .map_err(|_| EnvFileError::Value {
+                    name: names::NODE_ID,
+                    expected: "a UUID",
+                })?,
+            enrollment_token: Token::new(required(names::ENROLLMENT_TOKEN)?),
+            api_url: required(names::API_URL)?,
+            task_signing_pubkeys: required(names::TASK_SIGNING_PUBKEYS)?,
+            ca_bundle_path: required(names::CA_BUNDLE_PATH)?,
+            node_cert_ca_bundle_path: required(names::NODE_CERT_CA_BUNDLE_PATH)?,
+            cert_path: required(names::CERT_PATH)?,
+            key_path: required(names::KEY_PATH)?,
+            ca_bundle_pem: required(names::CA_BUNDLE_PEM)?,
+            ca_bundle_fingerprint: required(names::CA_BUNDLE_FINGERPRINT)?,
+            package,
+        })
+    }
+}

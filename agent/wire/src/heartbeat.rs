@@ -1,0 +1,130 @@
+//! Liveness: what an agent says of itself at the pace that the control plane sets.
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::inventory::Inventory;
+use crate::keys::VerifierSet;
+
+/// Body of `POST /internal/v1/nodes/{id}/heartbeat`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// The kernel's boot id. A different one means that the machine was restarted.
+    pub boot_id: Uuid,
+    pub agent_version: String,
+    pub protocol: u16,
+    pub sent_at: DateTime<Utc>,
+    pub inventory: Inventory,
+    pub telemetry: Telemetry,
+    pub health: Health,
+    /// Highest verifier set the agent has accepted; the bundle's keys are 0.
+    pub verifier_set_version: u64,
+    /// Tasks whose effect is under way.
+    pub running: Vec<RunningTask>,
+}
+
+/// A task under way on the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningTask {
+    pub task_id: Uuid,
+    pub attempt: u32,
+}
+
+/// Load at the moment of the heartbeat. What could not be measured is absent.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Telemetry {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_percent: Option<f32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_used_mib: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub storage_used_gib: Option<u64>,
+    #[serde(default)]
+    pub gpus: Vec<GpuTelemetry>,
+}
+
+/// Load of one GPU.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GpuTelemetry {
+    pub uuid: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub utilization_percent: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_used_mib: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temperature_celsius: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power_milliwatts: Option<u32>,
+}
+
+/// The agent's judgement of the node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    pub status: HealthStatus,
+    #[serde(default)]
+    pub alerts: Vec<Alert>,
+}
+
+/// The worst of a node's alerts, in one word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HealthStatus {
+    Ok,
+    Warning,
+    Critical,
+}
+
+/// One finding of a health probe.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Alert {
+    pub probe_id: String,
+    /// What it is about, such as a GPU's UUID or a path.
+    pub target: String,
+    pub since: DateTime<Utc>,
+    pub classifications: Vec<Classification>,
+    /// For the operator.
+    pub message: String,
+    /// For the tenant; names no internals.
+    pub tenant_message: String,
+}
+
+/// What an alert asks of the control plane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Classification {
+    PreventAllocation,
+    Evacuate,
+    BillingCredit,
+    Warn,
+}
+
+/// Answer (200) to a heartbeat.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeartbeatAnswer {
+    pub server_time: DateTime<Utc>,
+    /// Seconds until the next heartbeat is wanted.
+    pub next_heartbeat_seconds: u32,
+    /// Every verifier set above the version that the heartbeat named, lowest first.
+    #[serde(default)]
+    pub verifier_sets: Vec<VerifierSet>,
+    pub poll: PollSettings,
+}
+
+/// How the agent is to poll for tasks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PollSettings {
+    /// `timeout_seconds` of the task wait, 1 to 55.
+    pub timeout_seconds: u32,
+    /// Longest pause between failed polls.
+    pub backoff_max_seconds: u32,
+}
+
+impl Default for PollSettings {
+    fn default() -> Self {
+        Self {
+            timeout_seconds: 30,
+            backoff_max_seconds: 30,
+        }
+    }
+}

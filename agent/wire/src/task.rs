@@ -1,0 +1,380 @@
+//! Tasks that the control plane gives a node, and their results.
+//!
+//! A task travels as an [`Envelope`] of type [`TASK_TYPE`]. The agent verifies the signature first ([`open`]), then whether
+//! the task is for it and in time ([`TaskPayload::check`]), and executes nothing that is outside the signed bytes.
+
+use chrono::{DateTime, Utc};
+use ed25519_dalek::SigningKey;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use uuid::Uuid;
+
+pub use crate::envelope::{Envelope, KeySignature, SignatureError};
+pub use crate::inventory::Device;
+pub use crate::keys::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
+
+/// Payload type of tasks.
+pub const TASK_TYPE: &str = "application/vnd.gpuaas.task+json";
+
+/// What the signature binds: one attempt of one task, on one node, for a time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskPayload {
+    pub node_id: Uuid,
+    pub task_id: Uuid,
+    /// From 1; rises when the control plane dispatches the task again.
+    pub attempt: u32,
+    pub issued_at: DateTime<Utc>,
+    /// From this moment on the agent does not begin the task.
+    pub expires_at: DateTime<Utc>,
+    pub task: Task,
+}
+
+/// The work itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type")]
+pub enum Task {
+    /// Make a tenant's place on the node. Idempotent.
+    #[serde(rename = "allocation.provision")]
+    Provision(Provision),
+    /// Remove a tenant's place and prove that nothing is left. Idempotent.
+    #[serde(rename = "allocation.release")]
+    Release(Release),
+    /// Look at the node and say whether it is fit for tenants. Idempotent.
+    #[serde(rename = "node.validate")]
+    Validate {},
+}
+
+/// Parameters of `allocation.provision`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Provision {
+    pub allocation_id: Uuid,
+    /// Login name of the tenant on the node.
+    pub user_name: String,
+    /// OpenSSH public keys, one each, without options.
+    pub authorized_keys: Vec<String>,
+    pub devices: Vec<Device>,
+    pub sku: String,
+    /// When the control plane gives the attempt up.
+    pub deadline_at: DateTime<Utc>,
+}
+
+/// Parameters of `allocation.release`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Release {
+    pub allocation_id: Uuid,
+    pub user_name: String,
+    pub devices: Vec<Device>,
+}
+
+impl Task {
+    /// The value of `type` on the wire.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Provision(_) => "allocation.provision",
+            Self::Release(_) => "allocation.release",
+            Self::Validate {} => "node.validate",
+        }
+    }
+
+    /// The allocation it is about, if any.
+    #[must_use]
+    pub fn allocation_id(&self) -> Option<Uuid> {
+        match self {
+            Self::Provision(provision) => Some(provision.allocation_id),
+            Self::Release(release) => Some(release.allocation_id),
+            Self::Validate {} => None,
+        }
+    }
+
+    /// Whether an attempt whose outcome is unknown may simply be executed again.
+    #[must_use]
+    pub fn is_idempotent(&self) -> bool {
+        match self {
+            Self::Provision(_) | Self::Release(_) | Self::Validate {} => true,
+        }
+    }
+}
+
+/// Why a correctly signed task is not begun.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TaskRefused {
+    #[error("task {task_id} is for node {for_node}, this is node {this_node}")]
+    ForAnotherNode {
+        task_id: Uuid,
+        for_node: Uuid,
+        this_node: Uuid,
+    },
+    #[error("task {task_id} attempt {attempt} expired at {expires_at}")]
+    Expired {
+        task_id: Uuid,
+        attempt: u32,
+        expires_at: DateTime<Utc>,
+    },
+}
+
+impl TaskPayload {
+    /// Whether node `node_id` may begin this task at `now`.
+    ///
+    /// # Errors
+    /// [`TaskRefused`] when it is for another node or expired.
+    pub fn check(&self, node_id: Uuid, now: DateTime<Utc>) -> Result<(), TaskRefused> {
+        if self.node_id != node_id {
+            let (task_id, for_node) = (self.task_id, self.node_id);
+            return Err(TaskRefused::ForAnotherNode {
+                task_id,
+                for_node,
+                this_node: node_id,
+            });
+        }
+        if now >= self.expires_at {
+            let (task_id, attempt, expires_at) = (self.task_id, self.attempt, self.expires_at);
+            return Err(TaskRefused::Expired {
+                task_id,
+                attempt,
+                expires_at,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Signs a task.
+///
+/// # Errors
+/// The payload does not serialise, which no value of these types does.
+pub fn sign(
+    key: &SigningKey,
+    key_id: &str,
+    payload: &TaskPayload,
+) -> Result<Envelope, serde_json::Error> {
+    Ok(Envelope::sign(
+        key,
+        key_id,
+        TASK_TYPE,
+        serde_json::to_vec(payload)?,
+    ))
+}
+
+/// Why an envelope is not a task that this agent can understand and trust.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("the task's signature is refused")]
+    Signature(#[from] SignatureError),
+    #[error("the signed payload is of type {found:?}, not {TASK_TYPE}")]
+    NotATask { found: String },
+    #[error(
+        "the signed task is of type {kind:?}, which this agent (protocol {}) does not know",
+        crate::PROTOCOL
+    )]
+    UnknownKind { kind: String },
+    #[error("the signed task does not parse")]
+    Malformed(#[source] serde_json::Error),
+}
+
+/// Verifies the signature and reads the task from the signed bytes.
+///
+/// # Errors
+/// [`OpenError`] when it is not signed by a trusted key, is of another type, or is a kind of task unknown here.
+pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, OpenError> {
+    let bytes = verifiers.verify(envelope)?;
+    if envelope.payload_type != TASK_TYPE {
+        return Err(OpenError::NotATask {
+            found: envelope.payload_type.clone(),
+        });
+    }
+    serde_json::from_slice(&bytes).map_err(|error| match kind_of(&bytes) {
+        Some(kind) if !KINDS.contains(&kind.as_str()) => OpenError::UnknownKind { kind },
+        Some(_) | None => OpenError::Malformed(error),
+    })
+}
+
+const KINDS: [&str; 3] = [
+    "allocation.provision",
+    "allocation.release",
+    "node.validate",
+];
+
+fn kind_of(bytes: &[u8]) -> Option<String> {
+    let value: Value = serde_json::from_slice(bytes).ok()?;
+    Some(value.get("task")?.get("type")?.as_str()?.to_owned())
+}
+
+/// Body of `POST /internal/v1/nodes/{id}/tasks/{task_id}/result`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TaskResult {
+    pub attempt: u32,
+    pub status: TaskStatus,
+    /// What the task found or made; its shape depends on the task's type.
+    #[serde(default)]
+    pub output: Map<String, Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<TaskError>,
+    /// The signed [`crate::proof::CleanupReport`] of a release.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proof: Option<Envelope>,
+    pub started_at: DateTime<Utc>,
+    pub finished_at: DateTime<Utc>,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TaskStatus {
+    Succeeded,
+    Failed,
+}
+
+/// Why an attempt failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskError {
+    pub code: String,
+    pub message: String,
+}
+
+/// Answer (200) to a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResultAnswer {
+    pub recorded: Recorded,
+}
+
+/// Whether the result was new to the control plane. Both mean that it is safe there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recorded {
+    New,
+    Already,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use chrono::TimeDelta;
+
+    use super::*;
+    use crate::keys::PublicKey;
+
+    fn key() -> SigningKey {
+        SigningKey::from_bytes(&[1; 32])
+    }
+
+    fn verifiers() -> Verifiers {
+        let key = VerifierKey::new(PublicKey::from(&key()), KeyStatus::Active);
+        Verifiers::trusting(VerifierSet {
+            version: 0,
+            keys: vec![key],
+            signatures: Vec::new(),
+        })
+        .unwrap()
+    }
+
+    fn payload() -> TaskPayload {
+        let issued_at = DateTime::from_timestamp(1_800_000_000, 0).unwrap();
+        TaskPayload {
+            node_id: Uuid::from_u128(1),
+            task_id: Uuid::from_u128(2),
+            attempt: 1,
+            issued_at,
+            expires_at: issued_at + TimeDelta::minutes(10),
+            task: Task::Validate {},
+        }
+    }
+
+    fn signed(payload: &TaskPayload) -> Envelope {
+        sign(&key(), &PublicKey::from(&key()).key_id(), payload).unwrap()
+    }
+
+    #[test]
+    fn a_signed_task_opens_to_what_was_signed() {
+        assert_eq!(open(&signed(&payload()), &verifiers()).unwrap(), payload());
+    }
+
+    #[test]
+    fn a_task_altered_in_any_byte_is_refused() {
+        let good = signed(&payload());
+        for position in 0..good.payload.len() {
+            let mut altered = good.clone();
+            altered.payload[position] ^= 1;
+            assert!(matches!(
+                open(&altered, &verifiers()),
+                Err(OpenError::Signature(SignatureError::Mismatch))
+            ));
+        }
+    }
+
+    #[test]
+    fn a_task_signed_by_a_stranger_or_by_nobody_is_refused() {
+        let stranger = sign(&SigningKey::from_bytes(&[9; 32]), "stranger", &payload()).unwrap();
+        assert!(matches!(
+            open(&stranger, &verifiers()),
+            Err(OpenError::Signature(SignatureError::UnknownKey))
+        ));
+        let mut bare = signed(&payload());
+        bare.signatures.clear();
+        assert!(matches!(
+            open(&bare, &verifiers()),
+            Err(OpenError::Signature(SignatureError::UnknownKey))
+        ));
+    }
+
+    #[test]
+    fn another_signed_message_does_not_pass_for_a_task() {
+        let id = PublicKey::from(&key()).key_id();
+        let bytes = serde_json::to_vec(&payload()).unwrap();
+        let other = Envelope::sign(&key(), &id, crate::keys::VERIFIER_SET_TYPE, bytes);
+        assert!(matches!(
+            open(&other, &verifiers()),
+            Err(OpenError::NotATask { .. })
+        ));
+    }
+
+    #[test]
+    fn a_kind_of_task_from_a_newer_control_plane_is_named_in_the_refusal() {
+        let id = PublicKey::from(&key()).key_id();
+        let mut value = serde_json::to_value(payload()).unwrap();
+        value["task"] = serde_json::json!({"type": "node.sing"});
+        let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
+        assert!(
+            matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind }) if kind == "node.sing")
+        );
+    }
+
+    #[test]
+    fn a_field_that_a_newer_control_plane_adds_is_ignored() {
+        let id = PublicKey::from(&key()).key_id();
+        let mut value = serde_json::to_value(payload()).unwrap();
+        value["priority"] = 7.into();
+        let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
+        assert_eq!(open(&envelope, &verifiers()).unwrap(), payload());
+    }
+
+    #[test]
+    fn a_task_for_another_node_is_refused() {
+        let task = payload();
+        assert!(matches!(
+            task.check(Uuid::from_u128(99), task.issued_at),
+            Err(TaskRefused::ForAnotherNode { for_node, .. }) if for_node == task.node_id
+        ));
+    }
+
+    #[test]
+    fn a_task_is_refused_from_the_moment_it_expires() {
+        let task = payload();
+        let node = task.node_id;
+        assert_eq!(
+            task.check(node, task.expires_at - TimeDelta::milliseconds(1)),
+            Ok(())
+        );
+        assert!(matches!(
+            task.check(node, task.expires_at),
+            Err(TaskRefused::Expired { .. })
+        ));
+    }
+
+    #[test]
+    fn every_kind_is_listed_under_its_name() {
+        let value = serde_json::to_value(Task::Validate {}).unwrap();
+        assert_eq!(value["type"], Task::Validate {}.kind());
+        assert!(KINDS.contains(&Task::Validate {}.kind()));
+    }
+}

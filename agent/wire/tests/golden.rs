@@ -1,0 +1,374 @@
+//! Every message as JSON, reviewed as text. A change here is a change of the wire: an older agent or control plane has to
+//! understand it, or `PROTOCOL` rises.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use chrono::{DateTime, TimeDelta, Utc};
+use ed25519_dalek::SigningKey;
+use insta::assert_json_snapshot;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use uuid::Uuid;
+use wire::bundle::{BootstrapBundle, Package, fingerprint};
+use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+use wire::heartbeat::{
+    Alert, Classification, GpuTelemetry, Health, HealthStatus, Heartbeat, HeartbeatAnswer,
+    PollSettings, RunningTask, Telemetry,
+};
+use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
+use wire::keys::{KeyStatus, VerifierKey};
+use wire::proof::{Checked, CleanupReport, Finding, Outcome};
+use wire::task::{
+    Device, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult,
+    TaskStatus,
+};
+use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
+
+/// Serialising, reading back and serialising again gives the same text.
+fn round_trips<T: Serialize + DeserializeOwned>(message: &T) {
+    let text = serde_json::to_string(message).unwrap();
+    let again: T = serde_json::from_str(&text).unwrap();
+    assert_eq!(serde_json::to_string(&again).unwrap(), text);
+}
+
+macro_rules! golden {
+    ($message:expr) => {{
+        let message = $message;
+        round_trips(&message);
+        assert_json_snapshot!(message);
+    }};
+}
+
+fn at(seconds: i64) -> DateTime<Utc> {
+    DateTime::from_timestamp(1_795_219_200, 0).unwrap() + TimeDelta::seconds(seconds)
+}
+
+fn id(n: u128) -> Uuid {
+    Uuid::from_u128(0x0193_5000_0000_7000_8000_0000_0000_0000 + n)
+}
+
+fn key(seed: u8) -> SigningKey {
+    SigningKey::from_bytes(&[seed; 32])
+}
+
+fn inventory() -> Inventory {
+    Inventory {
+        hostname: "node-1".into(),
+        kernel: "6.1.0".into(),
+        cpu_model: "AMD EPYC 9654".into(),
+        cpu_cores: 192,
+        memory_mib: 1_547_264,
+        storage_gib: 30_720,
+        gpus: vec![Gpu {
+            index: 0,
+            uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into(),
+            vendor: "NVIDIA".into(),
+            model: "H100".into(),
+            memory_mib: 81_920,
+        }],
+        gpu_source: GpuSource::Simulated,
+        executor: ExecutorKind::Sandbox,
+    }
+}
+
+fn device() -> Device {
+    Device {
+        index: 0,
+        uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into(),
+    }
+}
+
+fn verifier_set() -> VerifierSet {
+    let keys = vec![
+        VerifierKey::new(PublicKey::from(&key(2)), KeyStatus::Active),
+        VerifierKey::new(PublicKey::from(&key(3)), KeyStatus::Staged),
+        VerifierKey::new(PublicKey::from(&key(1)), KeyStatus::Grace),
+    ];
+    VerifierSet::sign(1, keys, &[(&PublicKey::from(&key(1)).key_id(), &key(1))]).unwrap()
+}
+
+fn payload(task: Task) -> TaskPayload {
+    TaskPayload {
+        node_id: id(1),
+        task_id: id(2),
+        attempt: 1,
+        issued_at: at(0),
+        expires_at: at(600),
+        task,
+    }
+}
+
+fn report() -> CleanupReport {
+    CleanupReport {
+        node_id: id(1),
+        allocation_id: id(3),
+        task_id: id(2),
+        attempt: 1,
+        boot_id: id(9),
+        checked_at: at(5),
+        findings: vec![
+            Finding {
+                what: Checked::Home,
+                looked_for: "allocations/a/home".into(),
+                outcome: Outcome::Gone,
+                detail: None,
+            },
+            Finding {
+                what: Checked::DevShm,
+                looked_for: "/dev/shm".into(),
+                outcome: Outcome::Unknown,
+                detail: Some("permission denied".into()),
+            },
+        ],
+    }
+}
+
+#[test]
+fn enroll_request() {
+    golden!(EnrollRequest {
+        enrollment_token: Token::new("token"),
+        csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into(),
+        recovery_public_key: PublicKey::from(&key(5)),
+        boot_id: id(9),
+        agent_version: "0.1.0".into(),
+        protocol: PROTOCOL,
+        verifier_set_version: 0,
+        inventory: inventory(),
+    });
+}
+
+#[test]
+fn enroll_answer() {
+    golden!(EnrollAnswer {
+        certificate_pem: "-----BEGIN CERTIFICATE-----\n".into(),
+        chain_pem: String::new(),
+        not_after: at(86_400),
+        recovery: Recovery {
+            identity_generation: 1,
+            remaining: 5
+        },
+        verifier_sets: vec![verifier_set()],
+    });
+}
+
+#[test]
+fn renew_request() {
+    golden!(RenewRequest {
+        csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into()
+    });
+}
+
+#[test]
+fn heartbeat() {
+    golden!(Heartbeat {
+        boot_id: id(9),
+        agent_version: "0.1.0".into(),
+        protocol: PROTOCOL,
+        sent_at: at(1),
+        inventory: inventory(),
+        telemetry: Telemetry {
+            cpu_percent: Some(12.5),
+            memory_used_mib: Some(4096),
+            storage_used_gib: None,
+            gpus: vec![GpuTelemetry {
+                uuid: device().uuid,
+                utilization_percent: Some(97),
+                memory_used_mib: Some(70_000),
+                temperature_celsius: Some(64),
+                power_milliwatts: None,
+            }],
+        },
+        health: Health {
+            status: HealthStatus::Critical,
+            alerts: vec![Alert {
+                probe_id: "gpu.ecc".into(),
+                target: device().uuid,
+                since: at(0),
+                classifications: vec![
+                    Classification::PreventAllocation,
+                    Classification::BillingCredit
+                ],
+                message: "uncorrectable ECC errors".into(),
+                tenant_message: "a GPU of this node is faulty".into(),
+            }],
+        },
+        verifier_set_version: 1,
+        running: vec![RunningTask {
+            task_id: id(2),
+            attempt: 1
+        }],
+    });
+}
+
+#[test]
+fn heartbeat_answer() {
+    golden!(HeartbeatAnswer {
+        server_time: at(1),
+        next_heartbeat_seconds: 15,
+        verifier_sets: vec![],
+        poll: PollSettings::default(),
+    });
+}
+
+#[test]
+fn provision_payload() {
+    golden!(payload(Task::Provision(Provision {
+        allocation_id: id(3),
+        user_name: "u-3".into(),
+        authorized_keys: vec!["ssh-ed25519 AAAA user@host".into()],
+        devices: vec![device()],
+        sku: "h100".into(),
+        deadline_at: at(600),
+    })));
+}
+
+#[test]
+fn release_payload() {
+    golden!(payload(Task::Release(Release {
+        allocation_id: id(3),
+        user_name: "u-3".into(),
+        devices: vec![device()],
+    })));
+}
+
+#[test]
+fn validate_payload() {
+    golden!(payload(Task::Validate {}));
+}
+
+#[test]
+fn task_envelope() {
+    golden!(
+        wire::task::sign(
+            &key(1),
+            &PublicKey::from(&key(1)).key_id(),
+            &payload(Task::Validate {})
+        )
+        .unwrap()
+    );
+}
+
+#[test]
+fn succeeded_result() {
+    golden!(TaskResult {
+        attempt: 1,
+        status: TaskStatus::Succeeded,
+        output: json!({"user_name": "u-3"}).as_object().unwrap().clone(),
+        error: None,
+        proof: Some(report().seal(&key(5)).unwrap()),
+        started_at: at(1),
+        finished_at: at(2),
+    });
+}
+
+#[test]
+fn failed_result() {
+    golden!(TaskResult {
+        attempt: 2,
+        status: TaskStatus::Failed,
+        output: serde_json::Map::new(),
+        error: Some(TaskError {
+            code: "device_in_use".into(),
+            message: "GPU 0 is held by another allocation".into()
+        }),
+        proof: None,
+        started_at: at(1),
+        finished_at: at(2),
+    });
+}
+
+#[test]
+fn result_answers() {
+    golden!([
+        ResultAnswer {
+            recorded: Recorded::New
+        },
+        ResultAnswer {
+            recorded: Recorded::Already
+        }
+    ]);
+}
+
+#[test]
+fn cleanup_report() {
+    golden!(report());
+}
+
+#[test]
+fn error_envelope() {
+    let error = wire::error::Envelope {
+        code: wire::error::INVALID_NODE_IDENTITY.into(),
+        message: "This node was removed. Register it as a new node.".into(),
+        correlation_id: "c-1".into(),
+        details: json!({"service": "node-api", "reason": "node_removed"})
+            .as_object()
+            .unwrap()
+            .clone(),
+    };
+    assert_eq!(error.reason(), Some(wire::error::reason::NODE_REMOVED));
+    golden!(error);
+}
+
+fn bundle() -> BootstrapBundle {
+    let ca = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
+    BootstrapBundle {
+        node_id: id(1),
+        enrollment_token: Token::new("it's a $ecret"),
+        api_url: "https://nodes.example.com".into(),
+        task_signing_pubkeys: VerifierSet {
+            version: 0,
+            ..verifier_set()
+        }
+        .to_env_value(),
+        ca_bundle_path: "/etc/gpuaas/ca.pem".into(),
+        node_cert_ca_bundle_path: "/etc/gpuaas/node-ca.pem".into(),
+        cert_path: "/etc/gpuaas/node.pem".into(),
+        key_path: "/etc/gpuaas/node.key".into(),
+        ca_bundle_pem: ca.into(),
+        ca_bundle_fingerprint: fingerprint(ca),
+        package: Some(Package {
+            oci_ref: "registry.example.com/gpuaas/agent:1".into(),
+            digest: "sha256:00".into(),
+            pull_delivery_mode: "env".into(),
+            install_root: "/opt/gpuaas".into(),
+            env_file_path: "/etc/gpuaas/agent.env".into(),
+            systemd_unit_name: "gpuaas-agent.service".into(),
+        }),
+    }
+}
+
+#[test]
+fn bootstrap_bundle() {
+    golden!(bundle());
+}
+
+#[test]
+fn bootstrap_bundle_without_a_package() {
+    golden!(BootstrapBundle {
+        package: None,
+        ..bundle()
+    });
+}
+
+#[test]
+fn bundle_env_file() {
+    for bundle in [
+        bundle(),
+        BootstrapBundle {
+            package: None,
+            ..bundle()
+        },
+    ] {
+        let again = BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
+        assert_eq!(
+            serde_json::to_value(&again).unwrap(),
+            serde_json::to_value(&bundle).unwrap()
+        );
+    }
+    insta::assert_snapshot!(bundle().to_env_file().unwrap());
+}
+
+#[test]
+fn no_secret_shows_when_a_message_is_debugged() {
+    assert!(!format!("{:?}", bundle()).contains("ecret"));
+}

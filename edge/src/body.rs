@@ -1,0 +1,455 @@
+//! Extractors that answer with the envelope for everything that can be wrong with a request.
+//!
+//! Request types are strict (`#[serde(deny_unknown_fields)]`); what is refused names the field and the position, and never
+//! repeats the value, which may be a secret in the wrong place.
+
+use std::{fmt::Write as _, time::Duration};
+
+use axum::{
+    body::{Body, Bytes},
+    extract::{FromRequest, FromRequestParts, Request, path::ErrorKind, rejection::PathRejection},
+    http::{HeaderMap, Uri, header, request},
+};
+use futures::StreamExt;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::error::{ApiError, Code};
+
+/// The largest body read, in bytes; a layer may set another with `axum::Extension(BodyLimit(..))`.
+#[derive(Clone, Copy, Debug)]
+pub struct BodyLimit(pub usize);
+
+impl Default for BodyLimit {
+    fn default() -> Self {
+        Self(1 << 20)
+    }
+}
+
+/// How much of a body that is too large is read and thrown away, so that its sender lives to read the answer.
+const DRAIN_BYTES: usize = 32 << 20;
+const DRAIN_TIME: Duration = Duration::from_secs(5);
+
+/// A JSON body of type `T`.
+#[derive(Debug)]
+pub struct Json<T>(pub T);
+
+/// A JSON body that may be left out, for requests whose every field may be.
+#[derive(Debug)]
+pub struct JsonOrDefault<T>(pub T);
+
+/// The path's parameters, as `axum::extract::Path`.
+#[derive(Debug)]
+pub struct Path<T>(pub T);
+
+/// The query's parameters, as `axum::extract::Query`.
+#[derive(Debug)]
+pub struct Query<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        require_json(request.headers())?;
+        let bytes = read_body(request).await?;
+        parse_json(&bytes).map(Self)
+    }
+}
+
+impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for JsonOrDefault<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        let media_type = require_json(request.headers());
+        let bytes = read_body(request).await?;
+        if bytes.is_empty() {
+            return Ok(Self(T::default()));
+        }
+        media_type?;
+        parse_json(&bytes).map(Self)
+    }
+}
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
+        match axum::extract::Path::from_request_parts(parts, state).await {
+            Ok(axum::extract::Path(params)) => Ok(Self(params)),
+            Err(rejection) => Err(path_error(rejection)),
+        }
+    }
+}
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Query<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, _: &S) -> Result<Self, ApiError> {
+        parse_query(parts.uri.query().unwrap_or_default()).map(Self)
+    }
+}
+
+fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let essence = given.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let is_json = essence == "application/json" || (essence.starts_with("application/") && essence.ends_with("+json"));
+    if is_json {
+        return Ok(());
+    }
+    Err(ApiError::new(Code::UnsupportedMediaType, "Send the body as JSON, with Content-Type: application/json."))
+}
+
+/// Reads a body within its [`BodyLimit`].
+///
+/// # Errors
+/// `payload_too_large` over the limit; `invalid_request` where the connection broke within the body.
+pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
+    let limit = request.extensions().get::<BodyLimit>().copied().unwrap_or_default().0;
+    let too_large = || {
+        ApiError::new(Code::PayloadTooLarge, format!("The body is over the limit of {limit} bytes.")).detail("limit_bytes", limit)
+    };
+    let declared = request
+        .headers()
+        .get(header::CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok())
+        .and_then(|text| text.parse::<u64>().ok());
+    let waits_for_leave = request.headers().contains_key(header::EXPECT);
+    if declared.is_some_and(|length| length > limit as u64) {
+        if !waits_for_leave {
+            drain(request.into_body()).await;
+        }
+        return Err(too_large());
+    }
+    let mut collected = Vec::with_capacity(declared.unwrap_or(0).min(limit as u64).try_into().unwrap_or(0));
+    let mut chunks = request.into_body().into_data_stream();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|cause| {
+            ApiError::invalid_request("The body ended before it was complete; send the request again.").because(cause)
+        })?;
+        if collected.len() + chunk.len() > limit {
+            drain(Body::from_stream(chunks)).await;
+            return Err(too_large());
+        }
+        collected.extend_from_slice(&chunk);
+    }
+    Ok(collected.into())
+}
+
+/// A sender that is cut off while it writes sees a reset connection, not the answer.
+async fn drain(body: Body) {
+    let mut chunks = body.into_data_stream();
+    let reading = async {
+        let mut seen = 0;
+        while let Some(Ok(chunk)) = chunks.next().await {
+            seen += chunk.len();
+            if seen > DRAIN_BYTES {
+                return;
+            }
+        }
+    };
+    let _ = tokio::time::timeout(DRAIN_TIME, reading).await;
+}
+
+/// Reads JSON strictly: one document, no unknown fields, no NUL in any text (Postgres stores none).
+///
+/// # Errors
+/// `invalid_request`, naming the field and the position.
+pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+        let path = error.path().to_string();
+        json_error(&path, error.inner())
+    })?;
+    reader.end().map_err(|error| json_error(".", &error))?;
+    refuse_nul(bytes)?;
+    Ok(value)
+}
+
+fn refuse_nul(bytes: &[u8]) -> Result<(), ApiError> {
+    const ESCAPED_NUL: &[u8] = b"\\u0000";
+    if !bytes.windows(ESCAPED_NUL.len()).any(|window| window == ESCAPED_NUL) {
+        return Ok(());
+    }
+    // The six bytes may also be an escaped backslash before harmless digits; only the parsed texts tell.
+    let holds_nul = serde_json::from_slice::<Value>(bytes).is_ok_and(|value| has_nul(&value));
+    if holds_nul { Err(ApiError::invalid_request("The body has a NUL character in a text; remove it.")) } else { Ok(()) }
+}
+
+fn has_nul(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.contains('\0'),
+        Value::Array(items) => items.iter().any(has_nul),
+        Value::Object(fields) => fields.iter().any(|(key, value)| key.contains('\0') || has_nul(value)),
+        Value::Null | Value::Bool(_) | Value::Number(_) => false,
+    }
+}
+
+fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
+    let (line, column) = (error.line(), error.column());
+    let reason = match error.classify() {
+        serde_json::error::Category::Syntax | serde_json::error::Category::Eof => {
+            format!("The body is not valid JSON at line {line}, column {column}.")
+        }
+        serde_json::error::Category::Data | serde_json::error::Category::Io => {
+            let what = without_value(&error.to_string());
+            let at = if path == "." { "The body".to_owned() } else { format!("Field `{}`", printable(path)) };
+            format!("{at} cannot be read: {what} (line {line}, column {column}).")
+        }
+    };
+    let answer = ApiError::invalid_request(reason).detail("line", line).detail("column", column);
+    if path == "." { answer } else { answer.detail("field", printable(path)) }
+}
+
+/// serde's words without the offending value and without the position.
+fn without_value(message: &str) -> String {
+    let message = message.rsplit_once(" at line ").map_or(message, |(before, _)| before);
+    for kind in ["invalid type", "invalid value", "invalid length", "unknown variant"] {
+        if message.starts_with(kind)
+            && let Some((_, expected)) = message.rsplit_once(", expected ")
+        {
+            return format!("{kind}, expected {}", printable(expected));
+        }
+    }
+    printable(message)
+}
+
+/// Text of the caller's, made safe to show: bounded, without control characters.
+fn printable(text: &str) -> String {
+    const MAX: usize = 200;
+    let mut shown = String::new();
+    for character in text.chars().take(MAX) {
+        if character.is_control() {
+            let _ = write!(shown, "{}", character.escape_default());
+        } else {
+            shown.push(character);
+        }
+    }
+    if text.chars().nth(MAX).is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
+fn path_error(rejection: PathRejection) -> ApiError {
+    let PathRejection::FailedToDeserializePathParams(error) = &rejection else {
+        return ApiError::internal(rejection);
+    };
+    match error.kind() {
+        ErrorKind::ParseErrorAtKey { key, expected_type, .. } => {
+            ApiError::invalid_request(format!("Path parameter `{key}` must be of type {expected_type}.")).detail("field", key.clone())
+        }
+        ErrorKind::DeserializeError { key, message, .. } => {
+            let expected = if message.contains("UUID") { "a UUID".to_owned() } else { printable(message) };
+            ApiError::invalid_request(format!("Path parameter `{key}` cannot be read: expected {expected}.")).detail("field", key.clone())
+        }
+        ErrorKind::InvalidUtf8InPathParam { key } => {
+            ApiError::invalid_request(format!("Path parameter `{key}` is not UTF-8.")).detail("field", key.clone())
+        }
+        ErrorKind::Message(message) if message.contains("UUID") => {
+            ApiError::invalid_request("The id in the path cannot be read: expected a UUID.")
+        }
+        ErrorKind::Message(message) => ApiError::invalid_request(format!("The path cannot be read: {}.", printable(message))),
+        // The route and its handler disagree; ErrorKind is open, so the rest is taken together.
+        _ => ApiError::internal(error.to_string()),
+    }
+}
+
+/// Reads a query string (without its `?`) strictly.
+///
+/// # Errors
+/// `invalid_request`, naming the parameter.
+pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
+    if query.contains("%00") {
+        return Err(ApiError::invalid_request("The query has a NUL character; remove it."));
+    }
+    let uri: Uri = format!("/?{query}").parse().map_err(|cause| ApiError::invalid_request("The query cannot be read.").because(cause))?;
+    axum::extract::Query::try_from_uri(&uri).map(|axum::extract::Query(params)| params).map_err(|rejection| {
+        let text = std::error::Error::source(&rejection).map_or_else(|| rejection.to_string(), ToString::to_string);
+        let (field, reason) = text.split_once(": ").unwrap_or(("", &text));
+        let looks_like_a_field = !field.is_empty() && !field.contains(' ');
+        if looks_like_a_field {
+            ApiError::invalid_request(format!("Query parameter `{}` cannot be read: {}.", printable(field), without_value(reason)))
+                .detail("field", printable(field))
+        } else {
+            ApiError::invalid_request(format!("The query cannot be read: {}.", without_value(&text)))
+        }
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use axum::{Router, middleware::from_fn_with_state, routing::{get, post}};
+    use serde::Deserialize;
+    use serde_json::json;
+    use tower::ServiceExt;
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::{
+        correlation::{Service, request_scope},
+        testing::body_json,
+    };
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[allow(dead_code)]
+    struct NewNode {
+        #[serde(default)]
+        host: String,
+        #[serde(default)]
+        port: u16,
+        #[serde(default)]
+        gpus: Vec<Gpu>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[allow(dead_code)]
+    struct Gpu {
+        index: u32,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[allow(dead_code)]
+    struct Filter {
+        port: Option<u16>,
+    }
+
+    fn router() -> Router {
+        Router::new()
+            .route("/nodes", post(|Json(_): Json<NewNode>| async { "fine" }))
+            .route("/maybe", post(|JsonOrDefault(_): JsonOrDefault<NewNode>| async { "fine" }))
+            .route("/nodes/{id}", get(|Path(_): Path<Uuid>| async { "fine" }))
+            .route("/search", get(|Query(_): Query<Filter>| async { "fine" }))
+            .layer(from_fn_with_state(Service { name: "api", tells_route: false }, request_scope))
+    }
+
+    async fn send(request: Request) -> (u16, Value) {
+        let response = router().oneshot(request).await.unwrap();
+        let status = response.status().as_u16();
+        if status == 200 { (200, Value::Null) } else { (status, body_json(response).await) }
+    }
+
+    async fn post_json(path: &str, body: impl Into<Body>) -> (u16, Value) {
+        send(Request::post(path).header("content-type", "application/json").body(body.into()).unwrap()).await
+    }
+
+    async fn get(path: &str) -> (u16, Value) {
+        send(Request::get(path).body(Body::empty()).unwrap()).await
+    }
+
+    #[tokio::test]
+    async fn a_wrong_type_names_its_field_and_never_its_value() {
+        let (status, body) = post_json("/nodes", r#"{"host":"a","port":"hunter2"}"#).await;
+        assert_eq!((status, &body["code"]), (400, &json!("invalid_request")));
+        assert_eq!(body["details"]["field"], "port");
+        assert_eq!(body["details"]["line"], 1);
+        assert!(body["message"].as_str().unwrap().contains("expected u16"), "{body}");
+        assert!(!body.to_string().contains("hunter2"));
+    }
+
+    #[tokio::test]
+    async fn a_nested_field_is_named_by_its_path() {
+        let (_, body) = post_json("/nodes", r#"{"gpus":[{"index":0},{"index":-1}]}"#).await;
+        assert_eq!(body["details"]["field"], "gpus[1].index");
+        assert!(body["message"].as_str().unwrap().contains("expected u32"), "{body}");
+    }
+
+    #[tokio::test]
+    async fn unknown_fields_broken_json_and_huge_numbers_are_refused() {
+        for bad in [
+            r#"{"hots":"a"}"#,
+            r#"{"host":"a""#,
+            r#"{"host":"a"} trailing"#,
+            r#"{"host":"a","host":"b"}"#,
+            r#"{"port":65536}"#,
+            r#"{"port":-1}"#,
+            r#"{"port":1e400}"#,
+            r#"{"port":99999999999999999999999999999999}"#,
+            r#"{"host":"a\u0000b"}"#,
+            "[]",
+            "null",
+            "",
+            "\u{feff}{}",
+        ] {
+            let (status, body) = post_json("/nodes", bad).await;
+            assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
+        }
+        let deep = "[".repeat(100_000);
+        assert_eq!(post_json("/nodes", deep).await.0, 400);
+        let (_, unknown) = post_json("/nodes", r#"{"hots":"a"}"#).await;
+        assert!(unknown["message"].as_str().unwrap().contains("unknown field `hots`"), "{unknown}");
+        assert_eq!(post_json("/nodes", r#"{"host":"a\\u0000b"}"#).await.0, 200);
+        assert_eq!(post_json("/nodes", vec![b'{', 0xff, b'}']).await.0, 400);
+    }
+
+    #[tokio::test]
+    async fn an_unknown_field_of_a_megabyte_is_not_sent_back() {
+        let (_, body) = post_json("/nodes", format!(r#"{{"{}":1}}"#, "x".repeat(900_000))).await;
+        assert!(body.to_string().len() < 2_000);
+    }
+
+    #[tokio::test]
+    async fn another_media_type_is_refused_and_a_charset_is_not() {
+        for bad in ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""] {
+            let request = Request::post("/nodes").header("content-type", bad).body(Body::from("{}")).unwrap();
+            let (status, body) = send(request).await;
+            assert_eq!((status, &body["code"]), (415, &json!("unsupported_media_type")), "{bad}");
+        }
+        for good in ["application/json; charset=utf-8", "Application/JSON", "application/merge-patch+json"] {
+            let request = Request::post("/nodes").header("content-type", good).body(Body::from("{}")).unwrap();
+            assert_eq!(send(request).await.0, 200, "{good}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_over_the_limit_is_refused_with_or_without_its_length() {
+        let ten_megabytes = vec![b' '; 10 << 20];
+        let (status, body) = post_json("/nodes", ten_megabytes.clone()).await;
+        assert_eq!((status, &body["code"]), (413, &json!("payload_too_large")));
+        let pieces = futures::stream::iter(ten_megabytes.chunks(1 << 16).map(|piece| Ok::<_, std::io::Error>(piece.to_vec())).collect::<Vec<_>>());
+        assert_eq!(post_json("/nodes", Body::from_stream(pieces)).await.0, 413);
+        let mut just_fits = b"{}".to_vec();
+        just_fits.resize(1 << 20, b' ');
+        assert_eq!(post_json("/nodes", just_fits.clone()).await.0, 200);
+        just_fits.push(b' ');
+        assert_eq!(post_json("/nodes", just_fits).await.0, 413);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_breaks_off_is_an_invalid_request() {
+        let pieces = futures::stream::iter([Ok(b"{".to_vec()), Err(std::io::Error::other("reset"))]);
+        assert_eq!(post_json("/nodes", Body::from_stream(pieces)).await.0, 400);
+    }
+
+    #[tokio::test]
+    async fn an_optional_body_may_be_left_out_but_not_be_something_else() {
+        assert_eq!(send(Request::post("/maybe").body(Body::empty()).unwrap()).await.0, 200);
+        assert_eq!(post_json("/maybe", "{}").await.0, 200);
+        assert_eq!(send(Request::post("/maybe").body(Body::from("{}")).unwrap()).await.0, 415);
+        assert_eq!(post_json("/maybe", "{").await.0, 400);
+    }
+
+    #[tokio::test]
+    async fn a_bad_uuid_says_what_is_expected() {
+        for bad in ["/nodes/17", "/nodes/%00", "/nodes/%ff", "/nodes/not-a-uuid"] {
+            let (status, body) = get(bad).await;
+            assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
+        }
+        let (_, body) = get("/nodes/17").await;
+        assert!(body["message"].as_str().unwrap().contains("UUID"), "{body}");
+        assert_eq!(get("/nodes/0190b3f8-9f4e-7000-8000-000000000000").await.0, 200);
+    }
+
+    #[tokio::test]
+    async fn a_bad_query_names_its_parameter() {
+        for bad in ["port=x", "port=-1", "port=1&port=2", "nope=1", "port=%00"] {
+            let (status, body) = get(&format!("/search?{bad}")).await;
+            assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
+        }
+        assert_eq!(get("/search?port=x").await.1["details"]["field"], "port");
+        assert_eq!(get("/search").await.0, 200);
+    }
+}

@@ -1,0 +1,232 @@
+//! Who a node is: the certificate that its TLS connection proved.
+//!
+//! TLS verified the chain when the connection began, or long before when it was resumed; so the end of the certificate
+//! and the node in the path are checked at each request. The node's state and its identity generation are the
+//! handler's to check, from the store.
+
+use std::{fmt, sync::Arc};
+
+use axum::{
+    extract::{ConnectInfo, FromRef, FromRequestParts, RawPathParams},
+    http::request,
+};
+use chrono::{DateTime, Utc};
+use thiserror::Error;
+use uuid::Uuid;
+use x509_parser::{certificate::X509Certificate, extensions::GeneralName, prelude::FromDer};
+
+use crate::{
+    correlation::Scope,
+    error::{ApiError, Code},
+    tls::Peer,
+};
+
+/// The SPIFFE trust domain of this installation, such as `gpu.example` (SPIFFE-ID, section 2.1).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TrustDomain(Arc<str>);
+
+impl TrustDomain {
+    /// Lower-case letters, digits, dots, dashes and underscores, at most 255 of them.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let acceptable = (1..=255).contains(&text.len())
+            && text.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'-' | b'_'));
+        acceptable.then(|| Self(text.into()))
+    }
+
+    /// The name of a node in its certificate.
+    #[must_use]
+    pub fn node_uri(&self, node_id: Uuid) -> String {
+        format!("spiffe://{self}/node/{node_id}")
+    }
+
+    fn node_of(&self, uri: &str) -> Option<Uuid> {
+        let id = uri.strip_prefix("spiffe://")?.strip_prefix(&*self.0)?.strip_prefix("/node/")?;
+        let node_id = Uuid::try_parse(id).ok()?;
+        // One id has one spelling.
+        (self.node_uri(node_id) == uri).then_some(node_id)
+    }
+}
+
+impl fmt::Display for TrustDomain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a node's certificate says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeCertificate {
+    pub node_id: Uuid,
+    /// Lower-case hexadecimal.
+    pub serial: String,
+    pub not_before: DateTime<Utc>,
+    pub not_after: DateTime<Utc>,
+}
+
+/// Why a certificate, although it verified, is no node's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum NotANode {
+    #[error("the certificate cannot be read")]
+    Malformed,
+    #[error("the certificate does not name exactly one node of this trust domain")]
+    Name,
+}
+
+impl NodeCertificate {
+    /// Reads a certificate that TLS has verified.
+    ///
+    /// # Errors
+    /// Where it is not one of this trust domain's node certificates.
+    pub fn parse(der: &[u8], trust_domain: &TrustDomain) -> Result<Self, NotANode> {
+        let (rest, certificate) = X509Certificate::from_der(der).map_err(|_| NotANode::Malformed)?;
+        if !rest.is_empty() {
+            return Err(NotANode::Malformed);
+        }
+        let names = certificate.subject_alternative_name().map_err(|_| NotANode::Malformed)?.ok_or(NotANode::Name)?;
+        let [GeneralName::URI(uri)] = names.value.general_names.as_slice() else { return Err(NotANode::Name) };
+        let time = |seconds| DateTime::from_timestamp(seconds, 0).ok_or(NotANode::Malformed);
+        Ok(Self {
+            node_id: trust_domain.node_of(uri).ok_or(NotANode::Name)?,
+            serial: hex::encode(certificate.raw_serial()),
+            not_before: time(certificate.validity().not_before.timestamp())?,
+            not_after: time(certificate.validity().not_after.timestamp())?,
+        })
+    }
+}
+
+/// Why a node's request is refused with `invalid_node_identity`; `details.reason` of the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    CertificateMissing,
+    CertificateUnknown,
+    CertificateExpired,
+    NodeFenced,
+    NodeRemoved,
+}
+
+impl Reason {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::CertificateMissing => "certificate_missing",
+            Self::CertificateUnknown => "certificate_unknown",
+            Self::CertificateExpired => "certificate_expired",
+            Self::NodeFenced => "node_fenced",
+            Self::NodeRemoved => "node_removed",
+        }
+    }
+}
+
+/// The answer to a node that is not let in.
+#[must_use]
+pub fn refuse(reason: Reason) -> ApiError {
+    let message = match reason {
+        Reason::CertificateMissing => "This route needs the node's client certificate; connect with the one from enrollment.",
+        Reason::CertificateUnknown => "The client certificate is not this node's current one; enroll again or recover.",
+        Reason::CertificateExpired => "The node's certificate has expired; recover with the enrollment token.",
+        Reason::NodeFenced => "The node is fenced until the release of its allocation is settled; ask the operator for retry-release.",
+        Reason::NodeRemoved => "The node has been removed; register the machine as a new node.",
+    };
+    ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", reason.as_str())
+}
+
+/// The node that makes a request: certified, not expired now, and the one that the path names (as `id` or `node_id`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeIdentity {
+    pub node_id: Uuid,
+    pub serial: String,
+    pub not_after: DateTime<Utc>,
+}
+
+impl<S> FromRequestParts<S> for NodeIdentity
+where
+    S: Send + Sync,
+    TrustDomain: FromRef<S>,
+{
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
+        let certificate = match parts.extensions.get::<ConnectInfo<Peer>>() {
+            Some(ConnectInfo(peer)) => peer.leaf().cloned().ok_or_else(|| refuse(Reason::CertificateMissing))?,
+            None => return Err(ApiError::internal("a node route is served without TLS")),
+        };
+        let certificate = NodeCertificate::parse(&certificate, &TrustDomain::from_ref(state))
+            .map_err(|cause| refuse(Reason::CertificateUnknown).because(cause))?;
+        let params = RawPathParams::from_request_parts(parts, state).await.map_err(ApiError::internal)?;
+        let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());
+        let named = named.ok_or_else(|| ApiError::internal("a node route names no node"))?;
+        let identity = admit(certificate, &named, Utc::now())?;
+        if let Some(scope) = parts.extensions.get::<Scope>() {
+            scope.record_resource(format_args!("node/{}", identity.node_id));
+        }
+        Ok(identity)
+    }
+}
+
+fn admit(certificate: NodeCertificate, named: &str, now: DateTime<Utc>) -> Result<NodeIdentity, ApiError> {
+    let named = Uuid::try_parse(named)
+        .map_err(|_| ApiError::invalid_request("The node id in the path cannot be read: expected a UUID.").detail("field", "id"))?;
+    if named != certificate.node_id {
+        return Err(refuse(Reason::CertificateUnknown).because(format!("certificate of {} used for {named}", certificate.node_id)));
+    }
+    if now >= certificate.not_after {
+        return Err(refuse(Reason::CertificateExpired));
+    }
+    if now < certificate.not_before {
+        return Err(refuse(Reason::CertificateUnknown).because("the certificate is not valid yet"));
+    }
+    Ok(NodeIdentity { node_id: certificate.node_id, serial: certificate.serial, not_after: certificate.not_after })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use chrono::Duration;
+
+    use super::*;
+
+    fn certificate(node_id: Uuid) -> NodeCertificate {
+        let now = Utc::now();
+        NodeCertificate { node_id, serial: "0a".into(), not_before: now - Duration::minutes(1), not_after: now + Duration::hours(24) }
+    }
+
+    fn reason(result: Result<NodeIdentity, ApiError>) -> String {
+        let error = result.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidNodeIdentity);
+        error.details()["reason"].as_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_node_is_admitted_on_its_own_path_while_its_certificate_lasts() {
+        let node_id = Uuid::now_v7();
+        let good = certificate(node_id);
+        assert_eq!(admit(good.clone(), &node_id.to_string(), Utc::now()).unwrap().node_id, node_id);
+        assert_eq!(reason(admit(good.clone(), &Uuid::now_v7().to_string(), Utc::now())), "certificate_unknown");
+        assert_eq!(reason(admit(good.clone(), &node_id.to_string(), good.not_after)), "certificate_expired");
+        assert_eq!(reason(admit(good.clone(), &node_id.to_string(), good.not_before - Duration::seconds(1))), "certificate_unknown");
+        assert_eq!(admit(good, "17", Utc::now()).unwrap_err().code(), Code::InvalidRequest);
+    }
+
+    #[test]
+    fn only_a_node_of_this_trust_domain_in_its_one_spelling_is_read() {
+        let domain = TrustDomain::parse("gpu.example").unwrap();
+        let node_id = Uuid::now_v7();
+        assert_eq!(domain.node_of(&domain.node_uri(node_id)), Some(node_id));
+        for other in [
+            format!("spiffe://gpu.example.evil/node/{node_id}"),
+            format!("spiffe://evil/node/{node_id}"),
+            format!("spiffe://gpu.example/user/{node_id}"),
+            format!("spiffe://gpu.example/node/{node_id}/x"),
+            format!("spiffe://gpu.example/node/{}", node_id.simple()),
+            format!("spiffe://gpu.example/node/{}", node_id.to_string().to_uppercase()),
+            format!("https://gpu.example/node/{node_id}"),
+            "spiffe://gpu.example/node/".into(),
+        ] {
+            assert_eq!(domain.node_of(&other), None, "{other}");
+        }
+        for bad in ["", "Upper.example", "a/b", "a b", "a:b"] {
+            assert_eq!(TrustDomain::parse(bad), None);
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Every byte that comes in over HTTP and TLS: the public API and the node API.
+//!
+//! This crate ends TLS, authenticates, reads and checks what was sent, asks the actors or reads the store, and answers;
+//! whatever goes wrong is answered with one envelope ([`error::Envelope`]). Nothing is decided here that a machine of
+//! `domain` decides.
+
+#![forbid(unsafe_code)]
+
+pub mod auth;
+pub mod body;
+pub mod correlation;
+pub mod error;
+pub mod host;
+pub mod identity;
+pub mod limits;
+pub mod node_ca;
+pub mod page;
+pub mod probe;
+pub mod ssh_public_key;
+pub mod tls;
+pub mod token;
+
+#[cfg(test)]
+mod testing;

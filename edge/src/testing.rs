@@ -1,0 +1,17 @@
+//! What the tests of this crate share.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use axum::response::Response;
+use serde_json::Value;
+
+/// Reads a response's body, which must be JSON.
+pub(crate) async fn body_json(response: Response) -> Value {
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+    serde_json::from_slice(&bytes).unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&bytes)))
+}
+
+/// The one crypto provider, as `main` installs it.
+pub(crate) fn install_crypto() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+}

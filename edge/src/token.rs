@@ -1,0 +1,139 @@
+//! Tokens that the service mints: 256 random bits behind a readable prefix, shown once, stored as a SHA-256 hash,
+//! compared in constant time.
+//!
+//! A plain hash is enough: what is hashed is random, so there is nothing to guess. The prefix tells a person and a secret
+//! scanner what was found.
+
+use std::fmt;
+
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use rand::Rng;
+use secrecy::{ExposeSecret, SecretString};
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+use zeroize::Zeroize;
+
+const SECRET_BYTES: usize = 32;
+const SECRET_CHARS: usize = 43;
+
+/// What a token is good for; each has its own prefix, so that one is never taken for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Admits a node to enrollment, later to recovery (service specification, "Enrollment token").
+    Enrollment,
+}
+
+impl Purpose {
+    #[must_use]
+    pub const fn prefix(self) -> &'static str {
+        match self {
+            Self::Enrollment => "gpuenr_",
+        }
+    }
+}
+
+/// What is stored of a token.
+#[derive(Clone, Copy)]
+pub struct TokenHash([u8; 32]);
+
+/// A fresh token and its hash.
+pub struct Minted {
+    pub token: SecretString,
+    pub hash: TokenHash,
+}
+
+/// Makes a token.
+#[must_use]
+pub fn mint(purpose: Purpose) -> Minted {
+    let mut secret = [0_u8; SECRET_BYTES];
+    rand::rng().fill_bytes(&mut secret);
+    let mut text = String::with_capacity(purpose.prefix().len() + SECRET_CHARS);
+    text.push_str(purpose.prefix());
+    URL_SAFE_NO_PAD.encode_string(secret, &mut text);
+    secret.zeroize();
+    Minted { hash: TokenHash::of(&text), token: text.into() }
+}
+
+/// The hash of a token that somebody presents; `None` where the text has not even the form of one.
+#[must_use]
+pub fn read(purpose: Purpose, presented: &SecretString) -> Option<TokenHash> {
+    let text = presented.expose_secret();
+    let secret = text.strip_prefix(purpose.prefix())?;
+    let well_formed =
+        secret.len() == SECRET_CHARS && secret.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_'));
+    well_formed.then(|| TokenHash::of(text))
+}
+
+impl TokenHash {
+    fn of(text: &str) -> Self {
+        Self(Sha256::digest(text.as_bytes()).into())
+    }
+
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    #[must_use]
+    pub const fn to_bytes(self) -> [u8; 32] {
+        self.0
+    }
+
+    /// Whether both are of one token, in constant time.
+    #[must_use]
+    pub fn matches(&self, stored: &Self) -> bool {
+        self.0.ct_eq(&stored.0).into()
+    }
+}
+
+/// Not even the hash belongs in a log: whoever can write it into the database has made a token.
+impl fmt::Debug for TokenHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TokenHash(..)")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn a_minted_token_is_read_back_to_its_hash() {
+        let minted = mint(Purpose::Enrollment);
+        assert!(minted.token.expose_secret().starts_with("gpuenr_"));
+        assert_eq!(minted.token.expose_secret().len(), "gpuenr_".len() + 43);
+        assert!(read(Purpose::Enrollment, &minted.token).unwrap().matches(&minted.hash));
+        assert!(TokenHash::from_bytes(minted.hash.to_bytes()).matches(&minted.hash));
+    }
+
+    #[test]
+    fn no_two_tokens_are_alike() {
+        let tokens: HashSet<[u8; 32]> = (0..1_000).map(|_| mint(Purpose::Enrollment).hash.to_bytes()).collect();
+        assert_eq!(tokens.len(), 1_000);
+    }
+
+    #[test]
+    fn what_is_no_token_is_not_hashed() {
+        let good = mint(Purpose::Enrollment).token;
+        let good = good.expose_secret();
+        let too_short = &good[..good.len() - 1];
+        for bad in ["", "gpuenr_", too_short, &format!("{good}x"), &format!(" {good}"), &good.replace("gpuenr_", "gpuxxx_")] {
+            assert!(read(Purpose::Enrollment, &SecretString::from(bad.to_owned())).is_none(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn another_token_does_not_match() {
+        assert!(!mint(Purpose::Enrollment).hash.matches(&mint(Purpose::Enrollment).hash));
+    }
+
+    #[test]
+    fn neither_token_nor_hash_shows_in_debug_output() {
+        let minted = mint(Purpose::Enrollment);
+        assert_eq!(format!("{:?}", minted.hash), "TokenHash(..)");
+        assert!(!format!("{:?}", minted.token).contains("gpuenr_"));
+    }
+}

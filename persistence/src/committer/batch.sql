@@ -1,0 +1,94 @@
+-- One batch of transitions, all or nothing of each. Every branch hangs on `held`, the locked shards whose owner and epoch
+-- still are what the batch was decided under; what is written beside the snapshot hangs on `passed`.
+--
+-- The planner is given no choice here (see `session` in worker.rs): joins of what the batch brought are hash joins, tables are
+-- reached by index through `= ANY(array)`. That is why the arrays appear beside the joins which already say the same.
+WITH item AS MATERIALIZED (
+    SELECT *
+    FROM unnest(
+        $3::uuid[], $4::text[], $5::smallint[], $6::bigint[], $7::bigint[], $8::bigint[], $9::text[], $10::text[],
+        $11::text[], $12::text[], $13::uuid[], $14::text[], $15::timestamptz[], $16::timestamptz[], $17::text[],
+        $18::timestamptz[], $19::text[], $20::uuid[], $21::bytea[], $22::text[], $23::uuid[], $24::text[], $25::text[],
+        $26::text[], $27::text[]
+    ) WITH ORDINALITY AS item (
+        id, kind, shard, epoch, seq, expected, body, from_state,
+        to_state, owner, sku, unique_name, wake_at, deadline_at, reason,
+        at, command, command_id, digest, reply, consumes, why, actor,
+        correlation_id, traceparent, ord
+    )
+),
+held AS MATERIALIZED (
+    SELECT id, epoch FROM shard WHERE id = ANY ($2::smallint[]) AND owner = $1 ORDER BY id FOR SHARE
+),
+done AS MATERIALIZED (
+    SELECT id, entity, digest, reply FROM command WHERE id = ANY ($20)
+),
+ready AS MATERIALIZED (
+    SELECT item.*
+    FROM item
+    JOIN held ON held.id = item.shard AND held.epoch = item.epoch
+    LEFT JOIN done ON done.id = item.command_id
+    WHERE done.id IS NULL
+),
+updated AS (
+    UPDATE entity
+    SET version = entity.version + 1, state = ready.to_state, body = ready.body::jsonb, updated_at = ready.at
+    FROM ready
+    WHERE entity.id = ANY ($3) AND entity.id = ready.id AND entity.version = ready.expected
+      AND entity.kind = ready.kind AND entity.shard = ready.shard
+    RETURNING entity.id
+),
+created AS (
+    INSERT INTO entity (id, kind, shard, version, state, body, owner, sku, unique_name, created_at, updated_at)
+    SELECT id, kind, shard, 1, to_state, body::jsonb, owner, sku, unique_name, at, at FROM ready WHERE expected = 0
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id
+),
+passed AS MATERIALIZED (
+    SELECT ready.* FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
+),
+history_row AS (
+    INSERT INTO history (entity, version, kind, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
+                         correlation_id, at)
+    SELECT id, expected + 1, kind, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
+           correlation_id, at
+    FROM passed
+),
+audit_row AS (
+    INSERT INTO audit (shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at)
+    SELECT passed.shard, passed.epoch, said.seq, passed.actor, said.action, said.target_kind, said.target_id,
+           passed.correlation_id, said.metadata::jsonb, passed.at
+    FROM unnest($28::bigint[], $29::bigint[], $30::text[], $31::text[], $32::uuid[], $33::text[])
+         AS said (ord, seq, action, target_kind, target_id, metadata)
+    JOIN passed ON passed.ord = said.ord
+),
+outbox_row AS (
+    INSERT INTO outbox (id, shard, epoch, seq, subject, event, correlation_id, traceparent, created_at)
+    SELECT told.id, passed.shard, passed.epoch, told.seq, told.subject, told.event::jsonb, passed.correlation_id,
+           passed.traceparent, passed.at
+    FROM unnest($34::bigint[], $35::uuid[], $36::bigint[], $37::text[], $38::text[])
+         AS told (ord, id, seq, subject, event)
+    JOIN passed ON passed.ord = told.ord
+),
+settled AS (
+    DELETE FROM outbox USING passed WHERE outbox.id = ANY ($23) AND outbox.id = passed.consumes
+),
+command_row AS (
+    INSERT INTO command (id, entity, shard, digest, reply)
+    SELECT command_id, id, shard, digest, reply::jsonb FROM passed WHERE command_id IS NOT NULL
+),
+waiting AS (
+    INSERT INTO deadline (entity, kind, shard, wake_at, deadline_at, reason)
+    SELECT id, kind, shard, wake_at, deadline_at, reason FROM passed WHERE wake_at IS NOT NULL
+    ON CONFLICT (entity) DO UPDATE
+    SET wake_at = excluded.wake_at, deadline_at = excluded.deadline_at, reason = excluded.reason
+),
+resting AS (
+    DELETE FROM deadline USING passed
+    WHERE deadline.entity = ANY ($39::uuid[]) AND deadline.entity = passed.id AND passed.wake_at IS NULL
+)
+SELECT item.ord, held.id IS NOT NULL AS held, passed.ord IS NOT NULL AS applied, done.entity, done.digest, done.reply::text
+FROM item
+LEFT JOIN held ON held.id = item.shard AND held.epoch = item.epoch
+LEFT JOIN done ON done.id = item.command_id
+LEFT JOIN passed ON passed.ord = item.ord

@@ -1,0 +1,212 @@
+//! A small TCP balancer: one address for several replicas, leaving out the dead ones. It looks at nothing above TCP, so that
+//! TLS ends in the replica.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::timeout;
+
+/// Connections that are carried at once; more wait in the listener's backlog.
+const CONNECTIONS: usize = 8192;
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+const CONNECTS_WITHIN: Duration = Duration::from_millis(500);
+/// Between attempts to accept when the process is out of file descriptors.
+const ACCEPTS_AGAIN_AFTER: Duration = Duration::from_millis(50);
+
+/// A running balancer. Dropping it closes its listener and its connections.
+#[derive(Debug)]
+pub struct Balancer {
+    address: SocketAddr,
+    tasks: [JoinHandle<()>; 2],
+}
+
+#[derive(Debug)]
+struct Target {
+    address: SocketAddr,
+    alive: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Targets {
+    all: Vec<Target>,
+    next: AtomicUsize,
+}
+
+impl Balancer {
+    /// Listens on a random port of 127.0.0.1. Connections go to the targets in turns.
+    pub async fn start(targets: Vec<SocketAddr>) -> std::io::Result<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        let address = listener.local_addr()?;
+        let all = targets.into_iter().map(|address| Target { address, alive: AtomicBool::new(true) }).collect();
+        let targets = Arc::new(Targets { all, next: AtomicUsize::new(0) });
+        let tasks =
+            [tokio::spawn(accept(listener, Arc::clone(&targets))), tokio::spawn(async move { targets.watch().await })];
+        Ok(Self { address, tasks })
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+async fn accept(listener: TcpListener, targets: Arc<Targets>) {
+    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let mut connections = JoinSet::new();
+    loop {
+        while connections.try_join_next().is_some() {}
+        // The semaphore is never closed.
+        let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((client, _)) => {
+                let targets = Arc::clone(&targets);
+                connections.spawn(async move {
+                    let _permit = permit;
+                    carry(client, &targets).await;
+                });
+            }
+            Err(_) => tokio::time::sleep(ACCEPTS_AGAIN_AFTER).await,
+        }
+    }
+}
+
+/// Copies both directions until both have ended; the end of one is passed on as such (half-close).
+async fn carry(mut client: TcpStream, targets: &Targets) {
+    let Some(mut server) = targets.connect().await else { return };
+    let _ = client.set_nodelay(true);
+    let _ = server.set_nodelay(true);
+    // A broken connection breaks the other side too, by being dropped.
+    let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+}
+
+impl Targets {
+    /// The next target that takes the connection: those that are thought alive first, then the others, in turns.
+    async fn connect(&self) -> Option<TcpStream> {
+        let count = self.all.len().max(1);
+        let first = self.next.fetch_add(1, Ordering::Relaxed) % count;
+        let turns = || self.all.iter().cycle().skip(first).take(self.all.len());
+        let alive = turns().filter(|target| target.is_alive());
+        let dead = turns().filter(|target| !target.is_alive());
+        for target in alive.chain(dead) {
+            if let Some(stream) = target.connect().await {
+                return Some(stream);
+            }
+        }
+        None
+    }
+
+    async fn watch(&self) {
+        let mut clock = tokio::time::interval(LOOK_EVERY);
+        clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            clock.tick().await;
+            futures::future::join_all(self.all.iter().map(Target::connect)).await;
+        }
+    }
+}
+
+impl Target {
+    fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Relaxed)
+    }
+
+    async fn connect(&self) -> Option<TcpStream> {
+        let stream = timeout(CONNECTS_WITHIN, TcpStream::connect(self.address)).await.ok().and_then(Result::ok);
+        self.alive.store(stream.is_some(), Ordering::Relaxed);
+        stream
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    /// A server that answers a whole request (ended by a half-close) with its name and the request's length.
+    async fn server(name: &'static str) -> (SocketAddr, JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let task = tokio::spawn(async move {
+            loop {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                tokio::spawn(async move {
+                    let mut request = Vec::new();
+                    // The balancer's look is a connection without a byte.
+                    if stream.read_to_end(&mut request).await.is_ok_and(|read| read > 0) {
+                        let _ = stream.write_all(format!("{name} {}", request.len()).as_bytes()).await;
+                    }
+                });
+            }
+        });
+        (address, task)
+    }
+
+    async fn ask(balancer: &Balancer, request: &[u8]) -> String {
+        let mut stream = TcpStream::connect(balancer.address()).await.unwrap();
+        let mut answer = String::new();
+        // Where nobody serves, the connection is closed while the request is on its way.
+        let _ = stream.write_all(request).await;
+        let _ = stream.shutdown().await;
+        let _ = stream.read_to_string(&mut answer).await;
+        answer
+    }
+
+    #[tokio::test]
+    async fn connections_go_round_and_a_half_close_is_no_end() {
+        let (one, _one) = server("one").await;
+        let (two, _two) = server("two").await;
+        let balancer = Balancer::start(vec![one, two]).await.unwrap();
+        let request = vec![b'x'; 1_000_000];
+        let mut answers = Vec::new();
+        for _ in 0..4 {
+            answers.push(ask(&balancer, &request).await);
+        }
+        assert_eq!(answers, ["one 1000000", "two 1000000", "one 1000000", "two 1000000"]);
+    }
+
+    #[tokio::test]
+    async fn a_dead_replica_is_left_out_and_comes_back() {
+        let (one, first) = server("one").await;
+        let (two, _two) = server("two").await;
+        let balancer = Balancer::start(vec![one, two]).await.unwrap();
+        first.abort();
+        let _ = first.await;
+        for _ in 0..4 {
+            assert_eq!(ask(&balancer, b"x").await, "two 1");
+        }
+        let again = TcpListener::bind(one).await.unwrap();
+        tokio::time::sleep(LOOK_EVERY * 2).await;
+        let mut seen = false;
+        for _ in 0..2 {
+            let mut stream = TcpStream::connect(balancer.address()).await.unwrap();
+            stream.write_all(b"x").await.unwrap();
+            while let Ok(Ok((mut found, _))) = timeout(Duration::from_millis(100), again.accept()).await {
+                seen |= found.read_u8().await.is_ok();
+            }
+        }
+        assert!(seen, "the replica that came back is served again");
+    }
+
+    #[tokio::test]
+    async fn with_no_replica_alive_a_connection_is_closed() {
+        let (one, first) = server("one").await;
+        let balancer = Balancer::start(vec![one]).await.unwrap();
+        first.abort();
+        let _ = first.await;
+        assert_eq!(ask(&balancer, b"x").await, "");
+    }
+}

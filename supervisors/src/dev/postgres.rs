@@ -1,0 +1,408 @@
+//! A private Postgres: a real one, from the installed programs, with TLS, a password of its own and fsync on, on a random
+//! port of 127.0.0.1 and nowhere else.
+//!
+//! Postgres refuses to run as root. Started by root, it runs as `postgres` (else `nobody`); where that user cannot reach the
+//! folder it was given (a checkout below `/root`, say), its data lies in a new folder below `/var/tmp`.
+
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::signal::Signal;
+use nix::unistd::{User, geteuid};
+use secrecy::{ExposeSecret as _, SecretString};
+use sqlx::{ConnectOptions as _, Connection as _};
+
+use super::files;
+use super::pki::Authority;
+use super::process::{Account, ChildProcess, Launch, as_account, free_port, tail};
+
+/// The role that owns everything, and the database that the control plane uses.
+pub const ROLE: &str = "gpuaas";
+pub const DATABASE: &str = "gpuaas";
+
+const OLDEST: u32 = 15;
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
+const STOPS_WITHIN: Duration = Duration::from_secs(10);
+
+/// A running server. Dropping it stops it; data outside of the folder that it was given is removed then.
+#[derive(Debug)]
+pub struct Postgres {
+    programs: PathBuf,
+    home: Home,
+    account: Option<Account>,
+    port: u16,
+    password: SecretString,
+    ca_path: PathBuf,
+    log: PathBuf,
+    process: Option<ChildProcess>,
+}
+
+impl Postgres {
+    /// Starts a server with empty data in `folder`, removing the data of an earlier one there, with a certificate from
+    /// `authority` and the database [`DATABASE`] made.
+    pub async fn start(folder: &Path, authority: &Authority) -> anyhow::Result<Self> {
+        let programs = find_programs()?;
+        let account = account()?;
+        let home = Home::create(folder, account)?;
+        let password = SecretString::from(files::random_hex(24));
+        let certificate = authority.server_certificate("postgres")?;
+        initialise(&programs, &home, account, &password)?;
+        for (from, to) in [(&certificate.certificate_path, "server.pem"), (&certificate.key_path, "server.key")] {
+            home.give(&std::fs::read(from)?, &format!("data/{to}"))?;
+        }
+        // TLS or nothing, and never without the password.
+        home.give(b"hostssl all all 127.0.0.1/32 scram-sha-256\n", "data/pg_hba.conf")?;
+
+        let mut postgres = Self {
+            programs,
+            home,
+            account,
+            port: 0,
+            password,
+            ca_path: authority.certificate_path().to_owned(),
+            log: folder.join("postgres.log"),
+            process: None,
+        };
+        let mut attempts = 0;
+        loop {
+            postgres.port = free_port()?;
+            attempts += 1;
+            match postgres.start_again().await {
+                Ok(()) => break,
+                // Someone took the port between the look and the bind.
+                Err(_) if attempts < 5 && tail(&postgres.log, 5).contains("Address already in use") => {}
+                Err(error) => return Err(error),
+            }
+        }
+        postgres.create_database(DATABASE).await?;
+        Ok(postgres)
+    }
+
+    /// Starts a stopped or killed server on the data and the port that it had.
+    pub async fn start_again(&mut self) -> anyhow::Result<()> {
+        if self.process.as_mut().is_some_and(ChildProcess::is_running) {
+            return Ok(());
+        }
+        let settings = [
+            "listen_addresses=127.0.0.1",
+            "unix_socket_directories=",
+            "ssl=on",
+            "ssl_cert_file=server.pem",
+            "ssl_key_file=server.key",
+            "ssl_min_protocol_version=TLSv1.2",
+            "password_encryption=scram-sha-256",
+            "fsync=on",
+            "synchronous_commit=on",
+            "full_page_writes=on",
+            "max_connections=300",
+            "log_line_prefix=%m [%p] %q%u@%d ",
+        ];
+        let process = Launch::new("postgres", self.programs.join("postgres"), &self.log)
+            .argument("-D")
+            .argument(self.home.path.join("data"))
+            .argument("-p")
+            .argument(self.port.to_string())
+            .arguments(settings.iter().flat_map(|setting| ["-c", setting]))
+            .variable("LC_ALL", "C")
+            .account(self.account)
+            // Fast shutdown: ends the sessions, writes a checkpoint.
+            .stop_signal(Signal::SIGINT)
+            .spawn()?;
+        let process = self.process.insert(process);
+        let options: sqlx::postgres::PgConnectOptions =
+            connection_url(self.port, &self.password, &self.ca_path, "postgres").parse()?;
+        let until = Instant::now() + STARTS_WITHIN;
+        loop {
+            let last = match options.connect().await {
+                Ok(connection) => return Ok(connection.close().await?),
+                Err(error) => error,
+            };
+            if let Some(status) = process.exit_status() {
+                bail!("postgres ended while starting ({status}); its log ends with:\n{}", process.log_tail());
+            }
+            if Instant::now() > until {
+                return Err(last).context(format!("postgres takes no connection; its log is {}", self.log.display()));
+            }
+            tokio::time::sleep(Duration::from_millis(25)).await;
+        }
+    }
+
+    /// `postgres://…` of the database [`DATABASE`], with the password, `sslmode=verify-full` and the authority's certificate.
+    pub fn url(&self) -> SecretString {
+        self.url_of(DATABASE)
+    }
+
+    /// The same for another database of this server.
+    pub fn url_of(&self, database: &str) -> SecretString {
+        connection_url(self.port, &self.password, &self.ca_path, database).into()
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Where the data lies: in the folder it was given, or in one of its own that the database's user can reach.
+    pub fn data_folder(&self) -> &Path {
+        &self.home.path
+    }
+
+    pub fn lies_elsewhere(&self) -> bool {
+        self.home.elsewhere
+    }
+
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.process.as_ref().map(ChildProcess::pid)
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.process.as_mut().is_some_and(ChildProcess::is_running)
+    }
+
+    /// Makes an empty database. `name` may hold letters, digits and `_`.
+    pub async fn create_database(&self, name: &str) -> anyhow::Result<()> {
+        if !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_') {
+            bail!("{name:?} is no name for a database here: letters, digits and _ only");
+        }
+        let options: sqlx::postgres::PgConnectOptions = self.url_of("postgres").expose_secret().parse()?;
+        let mut connection = options.connect().await?;
+        let statement = format!("CREATE DATABASE \"{name}\"");
+        sqlx::raw_sql(sqlx::AssertSqlSafe(statement)).execute(&mut connection).await?;
+        Ok(connection.close().await?)
+    }
+
+    /// SIGKILL to the server, as a crash of it. `start_again` recovers from the write-ahead log.
+    pub fn kill9(&mut self) {
+        if let Some(process) = &mut self.process {
+            process.kill9();
+        }
+    }
+
+    /// An orderly end; the data stays until the value is dropped.
+    pub async fn stop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            process.stop(STOPS_WITHIN).await;
+        }
+    }
+}
+
+/// The folder of the newest installed Postgres of version 15 or later.
+fn find_programs() -> anyhow::Result<PathBuf> {
+    let mut candidates = files::find_programs("postgres");
+    if let Ok(versions) = std::fs::read_dir("/usr/lib/postgresql") {
+        candidates.extend(versions.flatten().map(|version| version.path().join("bin/postgres")));
+    }
+    candidates
+        .into_iter()
+        .filter(|program| program.with_file_name("initdb").exists())
+        .filter_map(|program| Some((files::version_of(&program)?, program)))
+        .filter(|(version, _)| version.first().is_some_and(|major| *major >= OLDEST))
+        .max_by(|(one, _), (other, _)| one.cmp(other))
+        .and_then(|(_, program)| program.parent().map(Path::to_owned))
+        .with_context(|| {
+            format!("no Postgres of version {OLDEST} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one")
+        })
+}
+
+/// Whom the server runs as: this user, or for root an ordinary one.
+fn account() -> anyhow::Result<Option<Account>> {
+    if !geteuid().is_root() {
+        return Ok(None);
+    }
+    for name in ["postgres", "nobody"] {
+        if let Some(user) = User::from_name(name)? {
+            return Ok(Some(Account { uid: user.uid.as_raw(), gid: user.gid.as_raw() }));
+        }
+    }
+    bail!("Postgres does not run as root, and there is neither a user `postgres` nor `nobody`")
+}
+
+fn initialise(programs: &Path, home: &Home, account: Option<Account>, password: &SecretString) -> anyhow::Result<()> {
+    let password_file = home.give(password.expose_secret().as_bytes(), "password")?;
+    let mut command = Command::new(programs.join("initdb"));
+    command
+        .arg("--pgdata")
+        .arg(home.path.join("data"))
+        .arg("--pwfile")
+        .arg(&password_file)
+        .args(["--username", ROLE, "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"])
+        // Skips the flush of the empty cluster alone; the server itself runs with fsync.
+        .args(["--no-sync", "--no-instructions"])
+        .env_clear()
+        .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+        .env("LC_ALL", "C")
+        .current_dir("/");
+    as_account(&mut command, account);
+    let output = command.output().with_context(|| format!("cannot run initdb of {}", programs.display()))?;
+    std::fs::remove_file(&password_file)?;
+    if !output.status.success() {
+        bail!("initdb failed ({}): {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
+fn connection_url(port: u16, password: &SecretString, ca_path: &Path, database: &str) -> String {
+    let ca: String = ca_path
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .map(|byte| match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'/' | b'-' | b'_' | b'.' => char::from(*byte).to_string(),
+            other => format!("%{other:02X}"),
+        })
+        .collect();
+    let password = password.expose_secret();
+    format!("postgres://{ROLE}:{password}@127.0.0.1:{port}/{database}?sslmode=verify-full&sslrootcert={ca}")
+}
+
+/// A folder that the database's user owns and can reach.
+#[derive(Debug)]
+struct Home {
+    path: PathBuf,
+    account: Option<Account>,
+    elsewhere: bool,
+    /// Says in the folder that was given where the data went, for the next start to remove.
+    pointer: PathBuf,
+}
+
+impl Home {
+    const ELSEWHERE: &str = "/var/tmp/gpuaas-postgres-";
+
+    fn create(folder: &Path, account: Option<Account>) -> anyhow::Result<Self> {
+        files::private_folder(folder)?;
+        let folder = folder.canonicalize()?;
+        let pointer = folder.join("postgres.elsewhere");
+        if let Ok(left) = std::fs::read_to_string(&pointer)
+            && left.starts_with(Self::ELSEWHERE)
+            && !left.contains("..")
+        {
+            let _ = std::fs::remove_dir_all(left);
+        }
+        let here = folder.join("postgres");
+        if here.exists() {
+            std::fs::remove_dir_all(&here).with_context(|| format!("cannot remove {}", here.display()))?;
+        }
+        if Self::own(&here, account)? {
+            return Ok(Self { path: here, account, elsewhere: false, pointer });
+        }
+        std::fs::remove_dir_all(&here)?;
+        let path = PathBuf::from(format!("{}{}", Self::ELSEWHERE, files::random_hex(8)));
+        files::write_private(&pointer, path.as_os_str().as_encoded_bytes())?;
+        if !Self::own(&path, account)? {
+            bail!("the user that Postgres runs as can reach neither {} nor {}", here.display(), path.display());
+        }
+        Ok(Self { path, account, elsewhere: true, pointer })
+    }
+
+    /// Makes the folder (it must not exist, so nobody else's is taken over) and says whether its owner can write in it.
+    fn own(path: &Path, account: Option<Account>) -> anyhow::Result<bool> {
+        std::fs::DirBuilder::new().mode(0o700).create(path).with_context(|| format!("cannot make {}", path.display()))?;
+        if let Some(Account { uid, gid }) = account {
+            std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
+        }
+        let mut probe = Command::new("/bin/sh");
+        probe.args(["-c", r#"cd "$0" && : >probe && rm probe"#]).arg(path).current_dir("/");
+        as_account(&mut probe, account);
+        Ok(probe.output()?.status.success())
+    }
+
+    /// Writes a file here that only the database's user can read.
+    fn give(&self, content: &[u8], name: &str) -> anyhow::Result<PathBuf> {
+        let path = self.path.join(name);
+        files::write_private(&path, content)?;
+        if let Some(Account { uid, gid }) = self.account {
+            std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
+        }
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+        Ok(path)
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        // The server first, then what it writes to.
+        self.process = None;
+        if self.home.elsewhere {
+            let _ = std::fs::remove_dir_all(&self.home.path);
+            let _ = std::fs::remove_file(&self.home.pointer);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use super::*;
+
+    async fn asks(postgres: &Postgres, question: &'static str) -> String {
+        let options: sqlx::postgres::PgConnectOptions = postgres.url().expose_secret().parse().unwrap();
+        let mut connection = options.connect().await.unwrap();
+        sqlx::query_scalar(question).fetch_one(&mut connection).await.unwrap()
+    }
+
+    /// A folder that any user can enter, as a checkout outside of somebody's home is.
+    fn reachable() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        dir
+    }
+
+    #[tokio::test]
+    async fn it_speaks_tls_syncs_to_disk_and_refuses_a_wrong_password() {
+        let dir = reachable();
+        let authority = Authority::create(&dir.path().join("pki")).unwrap();
+        let postgres = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
+        assert_eq!(asks(&postgres, "show fsync").await, "on");
+        assert_eq!(asks(&postgres, "show listen_addresses").await, "127.0.0.1");
+        let ssl = "select ssl::text from pg_stat_ssl where pid = pg_backend_pid()";
+        assert_eq!(asks(&postgres, ssl).await, "true");
+
+        let right = postgres.url().expose_secret().to_owned();
+        let password = postgres.password.expose_secret();
+        let wrong: sqlx::postgres::PgConnectOptions = right.replace(password, "wrong").parse().unwrap();
+        assert!(wrong.connect().await.unwrap_err().to_string().contains("password authentication failed"));
+        let plain: sqlx::postgres::PgConnectOptions = right.replace("verify-full", "disable").parse().unwrap();
+        assert!(plain.connect().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn data_survives_a_crash_and_the_port_stays() {
+        let dir = reachable();
+        let authority = Authority::create(&dir.path().join("pki")).unwrap();
+        let mut postgres = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
+        let port = postgres.port();
+        let options: sqlx::postgres::PgConnectOptions = postgres.url().expose_secret().parse().unwrap();
+        let mut connection = options.connect().await.unwrap();
+        sqlx::raw_sql("create table kept (v text); insert into kept values ('kept')").execute(&mut connection).await.unwrap();
+        postgres.kill9();
+        assert!(!postgres.is_running());
+        postgres.start_again().await.unwrap();
+        assert_eq!(asks(&postgres, "select v from kept").await, "kept");
+        assert_eq!(postgres.port(), port);
+        postgres.stop().await;
+        assert!(options.connect().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_folder_that_its_user_cannot_reach_is_left_for_one_that_it_can() {
+        if !geteuid().is_root() {
+            return; // An ordinary user runs the server itself, and reaches what it made.
+        }
+        let dir = tempfile::tempdir().unwrap(); // Mode 0700, root's.
+        let authority = Authority::create(&dir.path().join("pki")).unwrap();
+        let folder = dir.path().join("dev");
+        let postgres = Postgres::start(&folder, &authority).await.unwrap();
+        assert!(postgres.lies_elsewhere());
+        let elsewhere = postgres.data_folder().to_owned();
+        assert!(elsewhere.starts_with("/var/tmp"));
+        assert_eq!(asks(&postgres, "select 'here'").await, "here");
+        drop(postgres);
+        assert!(!elsewhere.exists());
+    }
+}
