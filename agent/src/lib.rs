@@ -1,0 +1,36 @@
+//! The node agent: the part of the control plane that lives on a rented machine.
+//!
+//! It gets an identity with a single-use token ([`identity`]), long-polls for signed tasks, decides what to do with each
+//! ([`plan`], pure), writes down what it is about to do and did ([`journal`]), and does it through one trait over the machine
+//! ([`executor`]). [`agent`] ties these together; everything it needs to know is in [`config`].
+
+pub mod agent;
+pub mod api;
+pub mod backoff;
+pub mod config;
+pub mod executor;
+pub mod gpus;
+pub mod identity;
+pub mod inventory;
+pub mod journal;
+pub mod logging;
+pub mod plan;
+pub mod sandbox;
+pub mod simulate;
+pub mod store;
+
+/// An error and its causes on one line, for a log field.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}

@@ -1,1 +1,68 @@
-fn main() {}
+//! `gpuaas-agent`: the node agent as a process.
+
+use std::process::ExitCode;
+
+use agent::agent::Fatal;
+use agent::chain;
+use agent::config::{Config, Flags};
+use clap::Parser as _;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info};
+
+/// The configuration is incomplete or wrong; clap uses the same code for flags.
+const WRONG_CONFIGURATION: u8 = 2;
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    // Fails only where one is installed already, which is this one.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let gathered = Config::gather(&flags, |name| std::env::var(name).ok());
+    let node_id = gathered.as_ref().ok().map(|config| config.node_id);
+    if agent::logging::init(&flags.log, node_id).is_err() {
+        return ExitCode::FAILURE;
+    }
+    let config = match gathered {
+        Ok(config) => config,
+        Err(error) => {
+            error!(error_code = "configuration", error = chain(&error), "the agent cannot start");
+            return ExitCode::from(WRONG_CONFIGURATION);
+        }
+    };
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(fatal) => {
+            error!(error_code = fatal.code(), error = chain(&fatal), "the agent ends");
+            fatal.exit_code()
+        }
+    }
+}
+
+fn run(config: Config) -> Result<(), Fatal> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Fatal::Runtime)?;
+    let ended = runtime.block_on(async {
+        let stop = CancellationToken::new();
+        let mut terminate = signal(SignalKind::terminate()).map_err(Fatal::Runtime)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(Fatal::Runtime)?;
+        let asked = stop.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            info!("stopping");
+            asked.cancel();
+        });
+        info!(
+            version = env!("CARGO_PKG_VERSION"),
+            protocol = wire::PROTOCOL,
+            api_url = config.api_url,
+            state_dir = %config.state_dir.display(),
+            "starting"
+        );
+        agent::agent::run(config, stop).await
+    });
+    // An effect that is still under way goes on from the journal at the next start.
+    runtime.shutdown_background();
+    ended
+}

@@ -106,7 +106,8 @@ fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
 pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
     let limit = request.extensions().get::<BodyLimit>().copied().unwrap_or_default().0;
     let too_large = || {
-        ApiError::new(Code::PayloadTooLarge, format!("The body is over the limit of {limit} bytes.")).detail("limit_bytes", limit)
+        ApiError::new(Code::PayloadTooLarge, format!("The body is over the limit of {limit} bytes."))
+            .detail("limit_bytes", limit)
     };
     let declared = request
         .headers()
@@ -150,11 +151,15 @@ async fn drain(body: Body) {
     let _ = tokio::time::timeout(DRAIN_TIME, reading).await;
 }
 
-/// Reads JSON strictly: one document, no unknown fields, no NUL in any text (Postgres stores none).
+/// Reads JSON strictly: one object, no unknown fields, no NUL in any text (Postgres stores none).
 ///
 /// # Errors
 /// `invalid_request`, naming the field and the position.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    // serde reads a struct from a list too, field by field in their order; nobody means that.
+    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
+        return Err(ApiError::invalid_request("The body is a JSON list; send an object with named fields."));
+    }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
         let path = error.path().to_string();
@@ -172,7 +177,11 @@ fn refuse_nul(bytes: &[u8]) -> Result<(), ApiError> {
     }
     // The six bytes may also be an escaped backslash before harmless digits; only the parsed texts tell.
     let holds_nul = serde_json::from_slice::<Value>(bytes).is_ok_and(|value| has_nul(&value));
-    if holds_nul { Err(ApiError::invalid_request("The body has a NUL character in a text; remove it.")) } else { Ok(()) }
+    if holds_nul {
+        Err(ApiError::invalid_request("The body has a NUL character in a text; remove it."))
+    } else {
+        Ok(())
+    }
 }
 
 fn has_nul(value: &Value) -> bool {
@@ -236,11 +245,13 @@ fn path_error(rejection: PathRejection) -> ApiError {
     };
     match error.kind() {
         ErrorKind::ParseErrorAtKey { key, expected_type, .. } => {
-            ApiError::invalid_request(format!("Path parameter `{key}` must be of type {expected_type}.")).detail("field", key.clone())
+            ApiError::invalid_request(format!("Path parameter `{key}` must be of type {expected_type}."))
+                .detail("field", key.clone())
         }
         ErrorKind::DeserializeError { key, message, .. } => {
             let expected = if message.contains("UUID") { "a UUID".to_owned() } else { printable(message) };
-            ApiError::invalid_request(format!("Path parameter `{key}` cannot be read: expected {expected}.")).detail("field", key.clone())
+            ApiError::invalid_request(format!("Path parameter `{key}` cannot be read: expected {expected}."))
+                .detail("field", key.clone())
         }
         ErrorKind::InvalidUtf8InPathParam { key } => {
             ApiError::invalid_request(format!("Path parameter `{key}` is not UTF-8.")).detail("field", key.clone())
@@ -248,9 +259,15 @@ fn path_error(rejection: PathRejection) -> ApiError {
         ErrorKind::Message(message) if message.contains("UUID") => {
             ApiError::invalid_request("The id in the path cannot be read: expected a UUID.")
         }
-        ErrorKind::Message(message) => ApiError::invalid_request(format!("The path cannot be read: {}.", printable(message))),
-        // The route and its handler disagree; ErrorKind is open, so the rest is taken together.
-        _ => ApiError::internal(error.to_string()),
+        ErrorKind::Message(message) => {
+            ApiError::invalid_request(format!("The path cannot be read: {}.", printable(message)))
+        }
+        // The route and its handler disagree.
+        ErrorKind::WrongNumberOfParameters { .. }
+        | ErrorKind::ParseErrorAtIndex { .. }
+        | ErrorKind::ParseError { .. }
+        | ErrorKind::UnsupportedType { .. }
+        | _ => ApiError::internal(error.to_string()),
     }
 }
 
@@ -262,14 +279,20 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
     if query.contains("%00") {
         return Err(ApiError::invalid_request("The query has a NUL character; remove it."));
     }
-    let uri: Uri = format!("/?{query}").parse().map_err(|cause| ApiError::invalid_request("The query cannot be read.").because(cause))?;
+    let uri: Uri = format!("/?{query}")
+        .parse()
+        .map_err(|cause| ApiError::invalid_request("The query cannot be read.").because(cause))?;
     axum::extract::Query::try_from_uri(&uri).map(|axum::extract::Query(params)| params).map_err(|rejection| {
         let text = std::error::Error::source(&rejection).map_or_else(|| rejection.to_string(), ToString::to_string);
         let (field, reason) = text.split_once(": ").unwrap_or(("", &text));
         let looks_like_a_field = !field.is_empty() && !field.contains(' ');
         if looks_like_a_field {
-            ApiError::invalid_request(format!("Query parameter `{}` cannot be read: {}.", printable(field), without_value(reason)))
-                .detail("field", printable(field))
+            ApiError::invalid_request(format!(
+                "Query parameter `{}` cannot be read: {}.",
+                printable(field),
+                without_value(reason)
+            ))
+            .detail("field", printable(field))
         } else {
             ApiError::invalid_request(format!("The query cannot be read: {}.", without_value(&text)))
         }
@@ -279,7 +302,11 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
-    use axum::{Router, middleware::from_fn_with_state, routing::{get, post}};
+    use axum::{
+        Router,
+        middleware::from_fn_with_state,
+        routing::{get, post},
+    };
     use serde::Deserialize;
     use serde_json::json;
     use tower::ServiceExt;
@@ -336,7 +363,7 @@ mod tests {
         send(Request::post(path).header("content-type", "application/json").body(body.into()).unwrap()).await
     }
 
-    async fn get(path: &str) -> (u16, Value) {
+    async fn fetch(path: &str) -> (u16, Value) {
         send(Request::get(path).body(Body::empty()).unwrap()).await
     }
 
@@ -409,7 +436,9 @@ mod tests {
         let ten_megabytes = vec![b' '; 10 << 20];
         let (status, body) = post_json("/nodes", ten_megabytes.clone()).await;
         assert_eq!((status, &body["code"]), (413, &json!("payload_too_large")));
-        let pieces = futures::stream::iter(ten_megabytes.chunks(1 << 16).map(|piece| Ok::<_, std::io::Error>(piece.to_vec())).collect::<Vec<_>>());
+        let pieces = futures::stream::iter(
+            ten_megabytes.chunks(1 << 16).map(|piece| Ok::<_, std::io::Error>(piece.to_vec())).collect::<Vec<_>>(),
+        );
         assert_eq!(post_json("/nodes", Body::from_stream(pieces)).await.0, 413);
         let mut just_fits = b"{}".to_vec();
         just_fits.resize(1 << 20, b' ');
@@ -435,21 +464,21 @@ mod tests {
     #[tokio::test]
     async fn a_bad_uuid_says_what_is_expected() {
         for bad in ["/nodes/17", "/nodes/%00", "/nodes/%ff", "/nodes/not-a-uuid"] {
-            let (status, body) = get(bad).await;
+            let (status, body) = fetch(bad).await;
             assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
         }
-        let (_, body) = get("/nodes/17").await;
+        let (_, body) = fetch("/nodes/17").await;
         assert!(body["message"].as_str().unwrap().contains("UUID"), "{body}");
-        assert_eq!(get("/nodes/0190b3f8-9f4e-7000-8000-000000000000").await.0, 200);
+        assert_eq!(fetch("/nodes/0190b3f8-9f4e-7000-8000-000000000000").await.0, 200);
     }
 
     #[tokio::test]
     async fn a_bad_query_names_its_parameter() {
         for bad in ["port=x", "port=-1", "port=1&port=2", "nope=1", "port=%00"] {
-            let (status, body) = get(&format!("/search?{bad}")).await;
+            let (status, body) = fetch(&format!("/search?{bad}")).await;
             assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");
         }
-        assert_eq!(get("/search?port=x").await.1["details"]["field"], "port");
-        assert_eq!(get("/search").await.0, 200);
+        assert_eq!(fetch("/search?port=x").await.1["details"]["field"], "port");
+        assert_eq!(fetch("/search").await.0, 200);
     }
 }

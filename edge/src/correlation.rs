@@ -3,7 +3,7 @@
 //! `X-Correlation-Id` is taken from the request when it is 1 to 128 characters of `[A-Za-z0-9._-]`, else made; it is
 //! always in the response. W3C Trace Context (`traceparent`, `tracestate`) is read and carried on with a span of ours.
 
-use std::{convert::Infallible, fmt, sync::Arc, time::Instant};
+use std::{fmt, sync::Arc, time::Instant};
 
 use axum::{
     body::Body,
@@ -114,8 +114,13 @@ fn parse_traceparent(text: &str) -> Option<(&str, &str, &str)> {
     };
     let nonzero = |part: &str| part.bytes().any(|byte| byte != b'0');
     let version_holds = hex(version, 2) && version != "ff" && (version != "00" || fields.next().is_none());
-    (version_holds && hex(trace_id, 32) && nonzero(trace_id) && hex(parent_id, 16) && nonzero(parent_id) && hex(flags, 2))
-        .then_some((trace_id, parent_id, flags))
+    (version_holds
+        && hex(trace_id, 32)
+        && nonzero(trace_id)
+        && hex(parent_id, 16)
+        && nonzero(parent_id)
+        && hex(flags, 2))
+    .then_some((trace_id, parent_id, flags))
 }
 
 fn tracestate_of(headers: &HeaderMap) -> Option<String> {
@@ -169,7 +174,11 @@ impl<S: Send + Sync> FromRequestParts<S> for Scope {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, _: &S) -> Result<Self, ApiError> {
-        parts.extensions.get::<Self>().cloned().ok_or_else(|| ApiError::internal("a route runs outside of the request scope"))
+        parts
+            .extensions
+            .get::<Self>()
+            .cloned()
+            .ok_or_else(|| ApiError::internal("a route runs outside of the request scope"))
     }
 }
 
@@ -183,7 +192,8 @@ pub async fn request_scope(State(service): State<Service>, mut request: Request,
     let correlation_id = CorrelationId::of(request.headers());
     let trace = Trace::continue_from(request.headers());
     let method = request.method().clone();
-    let route = request.extensions().get::<MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
+    let route =
+        request.extensions().get::<MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
     let span = info_span!(
         "request",
         service = service.name,
@@ -292,7 +302,9 @@ impl Finished<'_> {
         let cause = parts.cause_chain();
         let cause = cause.as_deref();
         match parts.code {
-            Code::InternalError => error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}"),
+            Code::InternalError => {
+                error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+            }
             // Login failures are looked at, whatever their number (service specification, "Errors").
             Code::Unauthenticated
             | Code::InvalidNodeIdentity
@@ -300,7 +312,9 @@ impl Finished<'_> {
             | Code::EnrollmentRejected
             | Code::UpstreamError
             | Code::ServiceUnavailable
-            | Code::Overloaded => warn!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}"),
+            | Code::Overloaded => {
+                warn!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+            }
             Code::InvalidRequest
             | Code::ProbeTargetDenied
             | Code::PolicyOutOfBounds
@@ -318,7 +332,9 @@ impl Finished<'_> {
             | Code::StaleAttempt
             | Code::IdempotencyInProgress
             | Code::IdempotencyKeyReused
-            | Code::RateLimited => info!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}"),
+            | Code::RateLimited => {
+                info!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+            }
         }
     }
 
@@ -331,11 +347,6 @@ impl Finished<'_> {
 #[must_use]
 pub fn no_store() -> [(HeaderName, HeaderValue); 1] {
     [(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))]
-}
-
-/// A rejection that cannot happen.
-pub(crate) fn never(impossible: Infallible) -> ApiError {
-    match impossible {}
 }
 
 #[cfg(test)]
@@ -353,8 +364,12 @@ mod tests {
 
     fn router(service: Service) -> Router {
         Router::new()
-            .route("/fine", get(|scope: Scope| async move { scope.trace.map(|trace| trace.traceparent()).unwrap_or_default() }))
+            .route(
+                "/fine",
+                get(|scope: Scope| async move { scope.trace.map(|trace| trace.traceparent()).unwrap_or_default() }),
+            )
             .route("/broken", get(|| async { ApiError::internal("the secret cause") }))
+            .route("/login", get(|| async { ApiError::new(Code::Unauthenticated, "Log in.") }))
             .route("/bare", get(|| async { (StatusCode::BAD_REQUEST, "plain words") }))
             .layer(from_fn_with_state(service, request_scope))
     }
@@ -396,6 +411,8 @@ mod tests {
         assert_eq!(body["details"]["span_id"].as_str().unwrap().len(), 16);
         assert!(!body.to_string().contains("secret cause"));
         assert!(body["details"].get("route").is_none());
+        let read_by_agents: wire::error::Envelope = serde_json::from_value(body).unwrap();
+        assert_eq!(read_by_agents.code, "internal_error");
     }
 
     #[tokio::test]
@@ -421,6 +438,39 @@ mod tests {
         let onward = std::str::from_utf8(&body).unwrap();
         assert!(onward.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-") && onward.ends_with("-01"));
         assert!(!onward.contains("00f067aa0ba902b7"));
+    }
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failure_is_logged_once_with_its_cause_at_the_level_of_who_must_wake_up() {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
+        let _logging = tracing::subscriber::set_default(subscriber);
+        get_with("/broken", &[("x-correlation-id", "c-2"), ("traceparent", PARENT)], API).await;
+        get_with("/login", &[], API).await;
+        let written = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let lines: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let [broken, login] = lines.as_slice() else { panic!("{written}") };
+        assert_eq!((&broken["level"], &login["level"]), (&"ERROR".into(), &"WARN".into()));
+        assert_eq!(broken["fields"]["cause"], "the secret cause");
+        assert_eq!(broken["fields"]["error_code"], "internal_error");
+        assert_eq!(broken["span"]["correlation_id"], "c-2");
+        assert_eq!(broken["span"]["trace_id"], "4bf92f3577b34da6a3ce929d0e0e4736");
+        assert_eq!(broken["span"]["service"], "api");
     }
 
     #[test]

@@ -103,14 +103,24 @@ impl Code {
             Self::ProbeTargetDenied => {
                 row("probe_target_denied", S::BAD_REQUEST, "the service does not connect to this address")
             }
-            Self::PolicyOutOfBounds => row("policy_out_of_bounds", S::BAD_REQUEST, "the value is outside the key's bounds"),
-            Self::Unauthenticated => row("unauthenticated", S::UNAUTHORIZED, "no usable access token"),
-            Self::InvalidNodeIdentity => {
-                row("invalid_node_identity", S::UNAUTHORIZED, "the node's certificate is not accepted; see details.reason")
+            Self::PolicyOutOfBounds => {
+                row("policy_out_of_bounds", S::BAD_REQUEST, "the value is outside the key's bounds")
             }
-            Self::TokenInvalid => row("token_invalid", S::UNAUTHORIZED, "the single-use token is unknown, used or expired"),
-            Self::EnrollmentRejected => row("enrollment_rejected", S::UNAUTHORIZED, "the enrollment token is not accepted"),
-            Self::InsufficientBalance => row("insufficient_balance", S::PAYMENT_REQUIRED, "the balance does not cover this"),
+            Self::Unauthenticated => row("unauthenticated", S::UNAUTHORIZED, "no usable access token"),
+            Self::InvalidNodeIdentity => row(
+                "invalid_node_identity",
+                S::UNAUTHORIZED,
+                "the node's certificate is not accepted; see details.reason",
+            ),
+            Self::TokenInvalid => {
+                row("token_invalid", S::UNAUTHORIZED, "the single-use token is unknown, used or expired")
+            }
+            Self::EnrollmentRejected => {
+                row("enrollment_rejected", S::UNAUTHORIZED, "the enrollment token is not accepted")
+            }
+            Self::InsufficientBalance => {
+                row("insufficient_balance", S::PAYMENT_REQUIRED, "the balance does not cover this")
+            }
             Self::Forbidden => row("forbidden", S::FORBIDDEN, "the caller may not do this"),
             Self::NotFound => row("not_found", S::NOT_FOUND, "there is no such thing, or not for this caller"),
             Self::MethodNotAllowed => row("method_not_allowed", S::METHOD_NOT_ALLOWED, "the path has no such method"),
@@ -118,9 +128,13 @@ impl Code {
             Self::UnsupportedMediaType => {
                 row("unsupported_media_type", S::UNSUPPORTED_MEDIA_TYPE, "the body is not application/json")
             }
-            Self::UpgradeRequired => row("upgrade_required", S::UPGRADE_REQUIRED, "the protocol spoken is not supported"),
+            Self::UpgradeRequired => {
+                row("upgrade_required", S::UPGRADE_REQUIRED, "the protocol spoken is not supported")
+            }
             Self::NodeInUse => row("node_in_use", S::CONFLICT, "an allocation holds the node"),
-            Self::StateConflict => row("state_conflict", S::CONFLICT, "the resource is not in a state that allows this"),
+            Self::StateConflict => {
+                row("state_conflict", S::CONFLICT, "the resource is not in a state that allows this")
+            }
             Self::ConcurrencyLimitExceeded => {
                 row("concurrency_limit_exceeded", S::CONFLICT, "the limit of active allocations is reached")
             }
@@ -134,12 +148,19 @@ impl Code {
             Self::IdempotencyKeyReused => {
                 row("idempotency_key_reused", S::UNPROCESSABLE_ENTITY, "the key belongs to another request")
             }
-            Self::RateLimited => retryable("rate_limited", S::TOO_MANY_REQUESTS, 1, "too many requests; see Retry-After"),
-            Self::InternalError => row("internal_error", S::INTERNAL_SERVER_ERROR, "the service failed; quote the correlation id"),
-            Self::UpstreamError => row("upstream_error", S::BAD_GATEWAY, "a service behind this one failed"),
-            Self::ServiceUnavailable => {
-                retryable("service_unavailable", S::SERVICE_UNAVAILABLE, 2, "not possible at the moment; see Retry-After")
+            Self::RateLimited => {
+                retryable("rate_limited", S::TOO_MANY_REQUESTS, 1, "too many requests; see Retry-After")
             }
+            Self::InternalError => {
+                row("internal_error", S::INTERNAL_SERVER_ERROR, "the service failed; quote the correlation id")
+            }
+            Self::UpstreamError => row("upstream_error", S::BAD_GATEWAY, "a service behind this one failed"),
+            Self::ServiceUnavailable => retryable(
+                "service_unavailable",
+                S::SERVICE_UNAVAILABLE,
+                2,
+                "not possible at the moment; see Retry-After",
+            ),
             Self::Overloaded => retryable("overloaded", S::SERVICE_UNAVAILABLE, 1, "too busy; see Retry-After"),
         }
     }
@@ -264,8 +285,11 @@ impl ApiError {
     /// Something that is needed cannot be had at the moment; trying again is safe.
     #[must_use]
     pub fn unavailable(cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        Self::new(Code::ServiceUnavailable, "The service cannot do this at the moment; try again, with the same Idempotency-Key.")
-            .because(cause)
+        Self::new(
+            Code::ServiceUnavailable,
+            "The service cannot do this at the moment; try again, with the same Idempotency-Key.",
+        )
+        .because(cause)
     }
 
     /// The queue in front of what was asked is full.
@@ -410,7 +434,8 @@ mod tests {
         for code in Code::ALL {
             by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
         }
-        let table: Vec<String> = by_status.iter().map(|(status, codes)| format!("{status} {}", codes.join(" "))).collect();
+        let table: Vec<String> =
+            by_status.iter().map(|(status, codes)| format!("{status} {}", codes.join(" "))).collect();
         assert_eq!(
             table,
             [
@@ -437,7 +462,9 @@ mod tests {
 
     #[test]
     fn unavailable_and_overloaded_say_when_to_come_back() {
-        for error in [ApiError::overloaded(), ApiError::unavailable("the store is away"), ApiError::new(Code::RateLimited, "")] {
+        for error in
+            [ApiError::overloaded(), ApiError::unavailable("the store is away"), ApiError::new(Code::RateLimited, "")]
+        {
             let response = error.into_response();
             assert!(response.headers().contains_key(header::RETRY_AFTER));
         }

@@ -27,7 +27,9 @@ pub enum HostError {
     Empty,
     #[error("the host is longer than 253 characters")]
     TooLong,
-    #[error("the host has characters other than letters, digits, dots and dashes; write international names in punycode")]
+    #[error(
+        "the host has characters other than letters, digits, dots and dashes; write international names in punycode"
+    )]
     Character,
     #[error("each part of the host between dots has 1 to 63 characters and neither begins nor ends with a dash")]
     Label,
@@ -128,9 +130,29 @@ mod tests {
     #[test]
     fn odd_spellings_of_addresses_are_no_hosts() {
         for odd in [
-            "0x7f.1", "0x7f000001", "0X7F.0.0.1", "2130706433", "0177.0.0.1", "127.1", "127.0.1", "127.0.0.01", "127.0.0.1.", "1.2.3.4.5",
-            "256.0.0.1", "example.0x", "example.1", "[::ffff:127.0.0.1", "::1%lo", "[::1%25lo]", "fe80::1%eth0", "[127.0.0.1]",
-            "127.0.0.1:22", "１２７.0.0.1", "①②⑦.0.0.1", "١٢٧.0.0.1", "[::1]:22",
+            "0x7f.1",
+            "0x7f000001",
+            "0X7F.0.0.1",
+            "2130706433",
+            "0177.0.0.1",
+            "127.1",
+            "127.0.1",
+            "127.0.0.01",
+            "127.0.0.1.",
+            "1.2.3.4.5",
+            "256.0.0.1",
+            "example.0x",
+            "example.1",
+            "[::ffff:127.0.0.1",
+            "::1%lo",
+            "[::1%25lo]",
+            "fe80::1%eth0",
+            "[127.0.0.1]",
+            "127.0.0.1:22",
+            "１２７.0.0.1",
+            "①②⑦.0.0.1",
+            "١٢٧.0.0.1",
+            "[::1]:22",
         ] {
             assert_eq!(Host::parse(odd), Err(HostError::OddAddress), "{odd}");
         }

@@ -122,10 +122,14 @@ impl Reason {
 #[must_use]
 pub fn refuse(reason: Reason) -> ApiError {
     let message = match reason {
-        Reason::CertificateMissing => "This route needs the node's client certificate; connect with the one from enrollment.",
+        Reason::CertificateMissing => {
+            "This route needs the node's client certificate; connect with the one from enrollment."
+        }
         Reason::CertificateUnknown => "The client certificate is not this node's current one; enroll again or recover.",
         Reason::CertificateExpired => "The node's certificate has expired; recover with the enrollment token.",
-        Reason::NodeFenced => "The node is fenced until the release of its allocation is settled; ask the operator for retry-release.",
+        Reason::NodeFenced => {
+            "The node is fenced until the release of its allocation is settled; ask the operator for retry-release."
+        }
         Reason::NodeRemoved => "The node has been removed; register the machine as a new node.",
     };
     ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", reason.as_str())
@@ -165,10 +169,12 @@ where
 }
 
 fn admit(certificate: NodeCertificate, named: &str, now: DateTime<Utc>) -> Result<NodeIdentity, ApiError> {
-    let named = Uuid::try_parse(named)
-        .map_err(|_| ApiError::invalid_request("The node id in the path cannot be read: expected a UUID.").detail("field", "id"))?;
+    let named = Uuid::try_parse(named).map_err(|_| {
+        ApiError::invalid_request("The node id in the path cannot be read: expected a UUID.").detail("field", "id")
+    })?;
     if named != certificate.node_id {
-        return Err(refuse(Reason::CertificateUnknown).because(format!("certificate of {} used for {named}", certificate.node_id)));
+        return Err(refuse(Reason::CertificateUnknown)
+            .because(format!("certificate of {} used for {named}", certificate.node_id)));
     }
     if now >= certificate.not_after {
         return Err(refuse(Reason::CertificateExpired));
@@ -188,7 +194,12 @@ mod tests {
 
     fn certificate(node_id: Uuid) -> NodeCertificate {
         let now = Utc::now();
-        NodeCertificate { node_id, serial: "0a".into(), not_before: now - Duration::minutes(1), not_after: now + Duration::hours(24) }
+        NodeCertificate {
+            node_id,
+            serial: "0a".into(),
+            not_before: now - Duration::minutes(1),
+            not_after: now + Duration::hours(24),
+        }
     }
 
     fn reason(result: Result<NodeIdentity, ApiError>) -> String {
@@ -204,7 +215,10 @@ mod tests {
         assert_eq!(admit(good.clone(), &node_id.to_string(), Utc::now()).unwrap().node_id, node_id);
         assert_eq!(reason(admit(good.clone(), &Uuid::now_v7().to_string(), Utc::now())), "certificate_unknown");
         assert_eq!(reason(admit(good.clone(), &node_id.to_string(), good.not_after)), "certificate_expired");
-        assert_eq!(reason(admit(good.clone(), &node_id.to_string(), good.not_before - Duration::seconds(1))), "certificate_unknown");
+        assert_eq!(
+            reason(admit(good.clone(), &node_id.to_string(), good.not_before - Duration::seconds(1))),
+            "certificate_unknown"
+        );
         assert_eq!(admit(good, "17", Utc::now()).unwrap_err().code(), Code::InvalidRequest);
     }
 

@@ -7,8 +7,8 @@
 use chrono::{DateTime, Duration, SubsecRound, Utc};
 use rand::Rng;
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    PKCS_ECDSA_P256_SHA256, SanType, SerialNumber, SubjectPublicKeyInfo,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType, SerialNumber, SubjectPublicKeyInfo,
 };
 use secrecy::{ExposeSecret, SecretString};
 use thiserror::Error;
@@ -18,7 +18,8 @@ use x509_parser::{
     certification_request::X509CertificationRequest,
     oid_registry::{
         OID_EC_P256, OID_KEY_TYPE_EC_PUBLIC_KEY, OID_NIST_EC_P384, OID_PKCS1_RSAENCRYPTION, OID_PKCS1_SHA256WITHRSA,
-        OID_PKCS1_SHA384WITHRSA, OID_PKCS1_SHA512WITHRSA, OID_SIG_ECDSA_WITH_SHA256, OID_SIG_ECDSA_WITH_SHA384, OID_SIG_ED25519,
+        OID_PKCS1_SHA384WITHRSA, OID_PKCS1_SHA512WITHRSA, OID_SIG_ECDSA_WITH_SHA256, OID_SIG_ECDSA_WITH_SHA384,
+        OID_SIG_ED25519,
     },
     pem::parse_x509_pem,
     prelude::FromDer,
@@ -106,7 +107,11 @@ impl NodeCa {
     ///
     /// # Errors
     /// Where the key cannot be made or the certificate not be signed.
-    pub fn create(trust_domain: TrustDomain, now: DateTime<Utc>, not_after: DateTime<Utc>) -> Result<CreatedNodeCa, NodeCaError> {
+    pub fn create(
+        trust_domain: TrustDomain,
+        now: DateTime<Utc>,
+        not_after: DateTime<Utc>,
+    ) -> Result<CreatedNodeCa, NodeCaError> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(NodeCaError::of)?;
         let key_pem = SecretString::from(key.serialize_pem());
         let mut params = CertificateParams::default();
@@ -136,7 +141,8 @@ impl NodeCa {
         }
         let ends = certificate.validity().not_after.timestamp();
         Ok(Self {
-            not_after: DateTime::from_timestamp(ends, 0).ok_or_else(|| NodeCaError::of("the certificate's end is no time"))?,
+            not_after: DateTime::from_timestamp(ends, 0)
+                .ok_or_else(|| NodeCaError::of("the certificate's end is no time"))?,
             issuer: Issuer::from_ca_cert_pem(certificate_pem, key).map_err(NodeCaError::of)?,
             certificate_pem: certificate_pem.to_owned(),
             trust_domain,
@@ -154,7 +160,13 @@ impl NodeCa {
     ///
     /// # Errors
     /// [`IssueError::Request`] is the requester's fault, the rest is the operator's.
-    pub fn issue(&self, node_id: Uuid, csr_pem: &str, not_before: DateTime<Utc>, not_after: DateTime<Utc>) -> Result<Issued, IssueError> {
+    pub fn issue(
+        &self,
+        node_id: Uuid,
+        csr_pem: &str,
+        not_before: DateTime<Utc>,
+        not_after: DateTime<Utc>,
+    ) -> Result<Issued, IssueError> {
         let key = key_of_request(csr_pem)?;
         if not_after <= not_before {
             return Err(IssueError::NoValidity);
@@ -256,7 +268,12 @@ fn check_key(key: &ParsedKey<'_>) -> Result<(), CsrError> {
         return if bits.len() == 32 { Ok(()) } else { Err(CsrError::KeyType) };
     }
     if *kind == OID_KEY_TYPE_EC_PUBLIC_KEY {
-        let curve = key.algorithm.parameters.as_ref().and_then(|parameters| parameters.as_oid().ok()).ok_or(CsrError::KeyType)?;
+        let curve = key
+            .algorithm
+            .parameters
+            .as_ref()
+            .and_then(|parameters| parameters.as_oid().ok())
+            .ok_or(CsrError::KeyType)?;
         let uncompressed = bits.first() == Some(&4);
         let fits = (curve == OID_EC_P256 && bits.len() == 65) || (curve == OID_NIST_EC_P384 && bits.len() == 97);
         return if uncompressed && fits { Ok(()) } else { Err(CsrError::KeyType) };
@@ -300,7 +317,9 @@ mod tests {
 
     fn hostile_csr(key: &KeyPair) -> String {
         let mut params = CertificateParams::new(vec!["evil.example".to_owned()]).unwrap();
-        params.subject_alt_names.push(SanType::URI("spiffe://gpu.example/node/00000000-0000-0000-0000-000000000001".try_into().unwrap()));
+        params
+            .subject_alt_names
+            .push(SanType::URI("spiffe://gpu.example/node/00000000-0000-0000-0000-000000000001".try_into().unwrap()));
         params.distinguished_name = named("hostile name");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
@@ -339,7 +358,10 @@ mod tests {
         let names = &certificate.subject_alternative_name().unwrap().unwrap().value.general_names;
         assert_eq!(names, &[GeneralName::URI(&format!("spiffe://gpu.example/node/{node_id}"))]);
         let read = NodeCertificate::parse(&der, &domain()).unwrap();
-        assert_eq!((read.node_id, read.serial.as_str(), read.not_after), (node_id, issued.serial.as_str(), issued.not_after));
+        assert_eq!(
+            (read.node_id, read.serial.as_str(), read.not_after),
+            (node_id, issued.serial.as_str(), issued.not_after)
+        );
         assert!(issued.serial.len() >= 32);
         assert!(issued.chain_pem.contains("BEGIN CERTIFICATE"));
     }
@@ -416,7 +438,8 @@ mod tests {
 
     fn pem(label: &str, der: &[u8]) -> String {
         use base64::{Engine, engine::general_purpose::STANDARD};
-        let lines: Vec<String> = STANDARD.encode(der).as_bytes().chunks(64).map(|line| String::from_utf8_lossy(line).into_owned()).collect();
+        let lines: Vec<String> =
+            STANDARD.encode(der).as_bytes().chunks(64).map(|line| String::from_utf8_lossy(line).into_owned()).collect();
         format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
     }
 
@@ -446,7 +469,10 @@ mod tests {
     fn no_certificate_outlives_the_authority_or_ends_before_it_begins() {
         let (now, key) = (Utc::now(), KeyPair::generate_for(&PKCS_ED25519).unwrap());
         let ca = NodeCa::create(domain(), now, now + Duration::hours(2)).unwrap().ca;
-        assert!(matches!(ca.issue(Uuid::nil(), &plain_csr(&key), now, now + Duration::hours(3)), Err(IssueError::AuthorityEnds(_))));
+        assert!(matches!(
+            ca.issue(Uuid::nil(), &plain_csr(&key), now, now + Duration::hours(3)),
+            Err(IssueError::AuthorityEnds(_))
+        ));
         assert!(matches!(ca.issue(Uuid::nil(), &plain_csr(&key), now, now), Err(IssueError::NoValidity)));
     }
 
@@ -457,7 +483,8 @@ mod tests {
         let other = NodeCa::create(domain(), Utc::now(), Utc::now() + Duration::days(1)).unwrap();
         assert!(NodeCa::load(domain(), created.ca.certificate_pem(), &other.key_pem).is_err());
         let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
-        let leaf = created.ca.issue(Uuid::nil(), &plain_csr(&key), Utc::now(), Utc::now() + Duration::hours(1)).unwrap();
+        let leaf =
+            created.ca.issue(Uuid::nil(), &plain_csr(&key), Utc::now(), Utc::now() + Duration::hours(1)).unwrap();
         assert!(NodeCa::load(domain(), &leaf.certificate_pem, &SecretString::from(key.serialize_pem())).is_err());
         assert!(!format!("{:?}", created.key_pem).contains("PRIVATE KEY"));
     }

@@ -4,10 +4,7 @@
 //! A page begins after the position (created_at, id) that its token carries. The token is bound to the list, to its
 //! filter and to its order: with another filter it is refused, so that no page is silently skipped or repeated.
 
-use axum::{
-    extract::FromRequestParts,
-    http::request,
-};
+use axum::{extract::FromRequestParts, http::request};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Utc};
 use serde::{Serialize, de::DeserializeOwned};
@@ -144,7 +141,12 @@ impl Page {
 
     /// Answers with the rows read, at most [`Page::rows_to_read`], in the order of the list.
     #[must_use]
-    pub fn answer<R, T>(&self, mut rows: Vec<R>, position: impl Fn(&R) -> Position, show: impl FnMut(R) -> T) -> Items<T> {
+    pub fn answer<R, T>(
+        &self,
+        mut rows: Vec<R>,
+        position: impl Fn(&R) -> Position,
+        show: impl FnMut(R) -> T,
+    ) -> Items<T> {
         let limit = self.limit as usize;
         let more = rows.len() > limit;
         rows.truncate(limit);
@@ -221,7 +223,10 @@ mod tests {
 
     fn rows(count: i64) -> Vec<Position> {
         (0..count)
-            .map(|n| Position { created_at: DateTime::from_timestamp_micros(1_000_000 + n).unwrap(), id: Uuid::from_u128(n as u128) })
+            .map(|n| Position {
+                created_at: DateTime::from_timestamp_micros(1_000_000 + n).unwrap(),
+                id: Uuid::from_u128(n as u128),
+            })
             .collect()
     }
 
@@ -230,7 +235,17 @@ mod tests {
         assert_eq!(listing("").unwrap().limit, 50);
         assert_eq!(listing("limit=1&state=active").unwrap().limit, 1);
         assert_eq!(listing("limit=200").unwrap().limit, 200);
-        for bad in ["limit=0", "limit=201", "limit=-1", "limit=x", "limit=", "limit", "limit=+5", "limit=1&limit=2", "limit=99999999999"] {
+        for bad in [
+            "limit=0",
+            "limit=201",
+            "limit=-1",
+            "limit=x",
+            "limit=",
+            "limit",
+            "limit=+5",
+            "limit=1&limit=2",
+            "limit=99999999999",
+        ] {
             let error = listing(bad).unwrap_err();
             assert_eq!(error.code(), Code::InvalidRequest, "{bad}");
             assert_eq!(error.details()["field"], "limit");
@@ -276,7 +291,11 @@ mod tests {
         let page = listing("limit=1&state=active").unwrap().page("nodes", "ann", Order::NewestFirst).unwrap();
         let token = page.answer(rows(2), |row| *row, |row| row).next_page.unwrap();
         let with = |query: &str, name: &str, owner: &str, order: Order| {
-            listing(&format!("{query}&page_token={token}")).unwrap().page(name, owner, order).map(|_| ()).map_err(|error| error.code())
+            listing(&format!("{query}&page_token={token}"))
+                .unwrap()
+                .page(name, owner, order)
+                .map(|_| ())
+                .map_err(|error| error.code())
         };
         assert_eq!(with("state=active", "nodes", "ann", Order::NewestFirst), Ok(()));
         assert_eq!(with("state=active&limit=7", "nodes", "ann", Order::NewestFirst), Ok(()));

@@ -162,7 +162,10 @@ mod tests {
         assert_eq!(SshPublicKey::parse(RSA_1024), Err(E::RsaSize(1024)));
         assert_eq!(SshPublicKey::parse(DSA), Err(E::UnsupportedType("ssh-dss".into())));
         assert_eq!(SshPublicKey::parse("ssh-frob AAAA"), Err(E::NoType));
-        assert_eq!(SshPublicKey::parse("ssh-ed25519-cert-v01@openssh.com AAAA"), Err(E::UnsupportedType("certificate".into())));
+        assert_eq!(
+            SshPublicKey::parse("ssh-ed25519-cert-v01@openssh.com AAAA"),
+            Err(E::UnsupportedType("certificate".into()))
+        );
     }
 
     #[test]

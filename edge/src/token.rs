@@ -59,8 +59,8 @@ pub fn mint(purpose: Purpose) -> Minted {
 pub fn read(purpose: Purpose, presented: &SecretString) -> Option<TokenHash> {
     let text = presented.expose_secret();
     let secret = text.strip_prefix(purpose.prefix())?;
-    let well_formed =
-        secret.len() == SECRET_CHARS && secret.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_'));
+    let well_formed = secret.len() == SECRET_CHARS
+        && secret.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_'));
     well_formed.then(|| TokenHash::of(text))
 }
 
@@ -120,7 +120,9 @@ mod tests {
         let good = mint(Purpose::Enrollment).token;
         let good = good.expose_secret();
         let too_short = &good[..good.len() - 1];
-        for bad in ["", "gpuenr_", too_short, &format!("{good}x"), &format!(" {good}"), &good.replace("gpuenr_", "gpuxxx_")] {
+        for bad in
+            ["", "gpuenr_", too_short, &format!("{good}x"), &format!(" {good}"), &good.replace("gpuenr_", "gpuxxx_")]
+        {
             assert!(read(Purpose::Enrollment, &SecretString::from(bad.to_owned())).is_none(), "{bad}");
         }
     }

@@ -1,10 +1,355 @@
-//! `gpuaas dev`: a whole environment on one machine, of real parts.
+//! `gpuaas dev`: a whole environment on one machine, of real parts, with the main job run through it.
+//!
+//! Each part is a value that starts, says where it is, and stops what it started when it is dropped; a child process stops even
+//! when this one is killed ([`process`]). The test harness builds its worlds of the same parts.
 
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use futures::future::try_join_all;
+use nix::fcntl::{Flock, FlockArg};
+use persistence::envelope::KeyRing;
+use secrecy::{ExposeSecret as _, SecretString};
+use tokio::signal::unix::{SignalKind, signal};
+
+use agents::{AgentProcess, AgentSettings, SimulatedGpus};
+use api::Api;
+use balancer::Balancer;
+use environment::{Environment, EnvironmentFile};
+use identity::IdentityProvider;
+use main_job::{Listener, MainJob};
+use nats::{Nats, NatsUser};
+use pki::Authority;
+use postgres::Postgres;
+use replica::{Listens, Replica, ReplicaSettings};
+
+pub mod agents;
+pub mod api;
 pub mod balancer;
 pub mod environment;
 pub mod files;
 pub mod identity;
+pub mod main_job;
 pub mod nats;
 pub mod pki;
 pub mod postgres;
 pub mod process;
+pub mod replica;
+
+/// The NATS user of whoever looks from outside: `SVC_NATS_URL` of `.dev/env`.
+const OPERATOR: &str = "operator";
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+/// Flags of `gpuaas dev`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DevArgs {
+    /// End after the main job: with 0 when it succeeded
+    #[arg(long)]
+    pub once: bool,
+    /// Control-plane replicas
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub replicas: u8,
+    /// Nodes, each with an agent and simulated GPUs
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub nodes: u8,
+    /// Simulated GPUs of each node
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub gpus: u8,
+    /// Where data, logs and `env` go; what an earlier run left there is removed
+    #[arg(long, default_value = ".dev")]
+    pub dir: PathBuf,
+}
+
+/// Starts everything, runs the main job, and stays up until it is interrupted (or ends, with `--once`).
+///
+/// # Errors
+/// Says which part or which step failed, and why. Everything that was started is stopped then too.
+pub async fn run(args: DevArgs) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    let mut interrupted = Interrupted::listen()?;
+    let mut environment = tokio::select! {
+        started = Dev::start(&args) => started?,
+        () = interrupted.wait() => bail!("interrupted while starting"),
+    };
+    let result = tokio::select! {
+        result = environment.main_job(&args) => result,
+        () = interrupted.wait() => Err(anyhow::anyhow!("interrupted during the main job")),
+    };
+    match &result {
+        Ok(()) => say(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
+        Err(_) => say(&format!("The main job failed. Logs: {}", environment.logs.display())),
+    }
+    if result.is_ok() && !args.once {
+        environment.introduce();
+        tokio::select! {
+            () = environment.watch() => {}
+            () = interrupted.wait() => {}
+        }
+    }
+    say("Stopping.");
+    environment.stop().await;
+    result
+}
+
+/// A running environment. The order of the fields is the order in which a drop stops them.
+struct Dev {
+    env_file: EnvironmentFile,
+    agents: Vec<AgentProcess>,
+    replicas: Vec<Replica>,
+    public: Balancer,
+    node: Balancer,
+    identity: IdentityProvider,
+    nats: Nats,
+    postgres: Postgres,
+    authority: Authority,
+    logs: PathBuf,
+    agent_settings: AgentSettings,
+    _lock: Flock<std::fs::File>,
+}
+
+impl Dev {
+    async fn start(args: &DevArgs) -> anyhow::Result<Self> {
+        let clock = Clock::default();
+        files::passable_folder(&args.dir)?;
+        let folder = args.dir.canonicalize()?;
+        let lock = lock(&folder)?;
+        let run = folder.join("run");
+        let logs = folder.join("logs");
+        for left in [&run, &logs] {
+            files::remove_folder(left)?;
+            files::private_folder(left)?;
+        }
+        let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
+        let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
+
+        let authority = Authority::create(&folder.join("pki"))?;
+        let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
+        let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
+        let (postgres, nats, identity) = tokio::try_join!(
+            Postgres::start(&postgres_folder, &authority),
+            Nats::start(&nats_folder, &authority, users.collect()),
+            IdentityProvider::start(),
+        )?;
+        let place = postgres.data_folder().display();
+        clock.lap(&format!("Postgres on port {} (data in {place})", postgres.port()));
+        clock.lap(&format!("NATS on port {}, identity provider at {}", nats.port(), identity.auth_url()));
+
+        let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
+        let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
+        let node = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
+        let key_ring_path = run.join("key-ring");
+        KeyRing::create(&key_ring_path)?;
+        let settings = ReplicaSettings {
+            executable: gpuaas,
+            folder: logs.clone(),
+            database_url: postgres.url(),
+            ca_path: authority.certificate_path().to_owned(),
+            certificate: authority.server_certificate("control-plane")?,
+            key_ring_path,
+            issuer: identity.issuer(),
+            audience: identity::AUDIENCE.to_owned(),
+            public_url: format!("https://{}", public.address()),
+            node_public_url: format!("https://{}", node.address()),
+            variables: Vec::new(),
+        };
+        let starting = names.iter().zip(listens).map(|(name, listens)| {
+            let nats_url = nats.url(name).context("every replica has a NATS user");
+            let settings = &settings;
+            async move { Replica::start(name, settings, nats_url?, listens).await }
+        });
+        let replicas = try_join_all(starting).await?;
+        clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
+
+        let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
+        let agent_settings = AgentSettings {
+            executable: agent,
+            folder: run.join("agents"),
+            logs: logs.clone(),
+            gpus: SimulatedGpus { count: u32::from(args.gpus), model: "H100".to_owned(), memory_mib: 81_920 },
+            flags: Vec::new(),
+        };
+        Ok(Self {
+            env_file,
+            agents: Vec::new(),
+            replicas,
+            public,
+            node,
+            identity,
+            nats,
+            postgres,
+            authority,
+            logs,
+            agent_settings,
+            _lock: lock,
+        })
+    }
+
+    async fn main_job(&mut self, args: &DevArgs) -> anyhow::Result<()> {
+        let clock = Clock::default();
+        let admin = self.api("admin").await?;
+        let user = self.api("user").await?;
+        clock.lap("admin and user logged in");
+        let job = MainJob { admin: &admin, user: &user, listener: &clock };
+        let sku = job.offer(&self.agent_settings).await?;
+        let names: Vec<String> = (1..=args.nodes).map(|number| format!("node-{number}")).collect();
+        let onboarding = names.iter().map(|name| job.onboard(name, &sku, &self.agent_settings));
+        let onboarded = try_join_all(onboarding).await?;
+        self.agents.extend(onboarded.into_iter().map(|(_, agent)| agent));
+        job.rent_and_return(&sku, u32::from(args.gpus.div_ceil(2))).await
+    }
+
+    async fn api(&self, username: &str) -> anyhow::Result<Api> {
+        let person = self.identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+        let client = (identity::CLIENT_ID, self.identity.client_secret());
+        let person = (person.username.as_str(), &person.password);
+        let token = api::log_in(self.identity.auth_url(), identity::REALM, client, person).await?;
+        let http = api::https_client(self.authority.certificate_path())?;
+        Ok(Api::new(http, &format!("https://{}", self.public.address()), token))
+    }
+
+    /// Where everything is, for the person at the terminal.
+    fn introduce(&self) {
+        let mut lines = vec![
+            String::new(),
+            format!("  public API         https://{}", self.public.address()),
+            format!("  node API           https://{}", self.node.address()),
+        ];
+        for replica in &self.replicas {
+            let pid = replica.pid().unwrap_or_default();
+            let (name, public, node) = (replica.name(), replica.public_url(), replica.node_url());
+            lines.push(format!("  {name:<18} {public}, nodes {node}, pid {pid}"));
+        }
+        lines.push(format!("  identity provider  {}", self.identity.issuer()));
+        for username in ["admin", "admin2", "user", "user2"] {
+            if let Some(person) = self.identity.person(username) {
+                lines.push(format!("  {username:<18} password {}", person.password.expose_secret()));
+            }
+        }
+        lines.push(format!("  trust anchor       {}", self.authority.certificate_path().display()));
+        lines.push(format!("  logs               {}", self.logs.display()));
+        lines.push(format!("  for a shell        . {}", self.env_file.path().display()));
+        lines.push("\nUp until Ctrl-C.".to_owned());
+        say(&lines.join("\n"));
+    }
+
+    /// Says so when a part ends that nobody stopped. It is not started again: killing one is how failover is looked at.
+    async fn watch(&mut self) {
+        let mut told = std::collections::BTreeSet::new();
+        loop {
+            let replicas = self.replicas.iter_mut().map(|replica| (replica.is_running(), replica.name().to_owned()));
+            let agents = self.agents.iter_mut().map(|agent| (agent.is_running(), agent.name().to_owned()));
+            let stores =
+                [(self.postgres.is_running(), "Postgres".to_owned()), (self.nats.is_running(), "NATS".to_owned())];
+            for (running, name) in replicas.chain(agents).chain(stores) {
+                if !running && told.insert(name.clone()) {
+                    say(&format!("{name} has ended."));
+                }
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Stops in the order in which nobody misses what is gone: agents, control plane, the stores.
+    async fn stop(mut self) {
+        futures::future::join_all(self.agents.iter_mut().map(AgentProcess::stop)).await;
+        futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
+        self.nats.stop().await;
+        self.postgres.stop().await;
+    }
+}
+
+fn variables(
+    settings: &ReplicaSettings,
+    replicas: &[Replica],
+    identity: &IdentityProvider,
+    nats: &Nats,
+    postgres: &Postgres,
+) -> anyhow::Result<Environment> {
+    let exposed = |secret: &SecretString| secret.expose_secret().to_owned();
+    let mut env = Environment::default();
+    env.set_all("SVC_BASE_URL", Some(settings.public_url.clone()), replicas.iter().map(Replica::public_url));
+    env.set_all("SVC_NODE_API_URL", Some(settings.node_public_url.clone()), replicas.iter().map(Replica::node_url));
+    let pids = replicas.iter().filter_map(Replica::pid).map(|pid| pid.to_string());
+    env.set_all("SVC_REPLICA_PID", None, pids);
+    env.set("SVC_AUTH_URL", identity.auth_url());
+    env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
+    env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
+    env.set("SVC_NATS_URL", exposed(&nats.url(OPERATOR).context("the operator has a NATS user")?));
+    env.set("SVC_REALM", identity::REALM);
+    env.set("SVC_CLIENT_ID", identity::CLIENT_ID);
+    env.set("SVC_CLIENT_SECRET", exposed(identity.client_secret()));
+    for (username, prefix, suffix) in [
+        ("admin", "SVC_ADMIN", ""),
+        ("user", "SVC_USER", ""),
+        ("admin2", "SVC_ADMIN", "_2"),
+        ("user2", "SVC_USER", "_2"),
+    ] {
+        let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+        env.set(format!("{prefix}_USERNAME{suffix}"), person.username);
+        env.set(format!("{prefix}_PASSWORD{suffix}"), exposed(&person.password));
+    }
+    Ok(env)
+}
+
+/// Two environments in one folder would remove each other's data. The lock ends with this process.
+fn lock(folder: &std::path::Path) -> anyhow::Result<Flock<std::fs::File>> {
+    let file = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(folder.join("lock"))?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        .map_err(|_| anyhow::anyhow!("another `gpuaas dev` is up in {}; stop it, or give --dir", folder.display()))
+}
+
+/// Ctrl-C, or a polite signal from whoever runs this.
+struct Interrupted {
+    signals: [tokio::signal::unix::Signal; 3],
+}
+
+impl Interrupted {
+    fn listen() -> std::io::Result<Self> {
+        let signals =
+            [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?];
+        Ok(Self { signals })
+    }
+
+    async fn wait(&mut self) {
+        let [interrupt, terminate, hangup] = &mut self.signals;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    }
+}
+
+/// Prints steps with their time.
+struct Clock {
+    last: std::sync::Mutex<Instant>,
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self { last: std::sync::Mutex::new(Instant::now()) }
+    }
+}
+
+impl Clock {
+    /// A step that began when the one before it ended.
+    fn lap(&self, step: &str) {
+        let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        self.done(step, last.elapsed());
+        *last = Instant::now();
+    }
+}
+
+impl Listener for Clock {
+    fn done(&self, step: &str, took: Duration) {
+        say(&format!("{:>8.3} s  {step}", took.as_secs_f64()));
+    }
+}
+
+fn say(text: &str) {
+    // Nobody may be listening any more; that is no reason to leave processes behind.
+    let _ = writeln!(std::io::stdout(), "{text}");
+}

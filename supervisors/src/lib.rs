@@ -1,1 +1,10 @@
+//! One process of the control plane: the supervision tree, the cluster, the workers, and the commands of `gpuaas`.
+
+pub mod cluster;
+pub mod config;
 pub mod dev;
+pub mod logging;
+pub mod supervisor;
+pub mod tree;
+pub mod workers;
+pub mod world;

@@ -177,11 +177,11 @@ impl Event {
             Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
                 Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
             }
-            Self::ReleaseFailed { allocation_id, node_id, .. } => {
-                Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id })
+            Self::ReleaseFailed { allocation_id, node_id, attempt, .. } => {
+                Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })
             }
-            Self::ReleaseExhausted { allocation_id, node_id, .. } => {
-                Reaction::Node(node_id, ToNode::Fence { allocation_id })
+            Self::ReleaseExhausted { allocation_id, node_id, attempt } => {
+                Reaction::Node(node_id, ToNode::Fence { allocation_id, attempt })
             }
             Self::ReleaseForced { allocation_id, node_id } => {
                 Reaction::Node(node_id, ToNode::Abandon { allocation_id })

@@ -15,7 +15,7 @@ pub fn i1_nothing_acknowledged_is_lost(acknowledged: &[i64], found: i64) -> bool
     distinct.len() == acknowledged.len() && acknowledged.iter().all(|version| *version <= found)
 }
 
-/// I2, within a node: no GPU is in two holds, and every held GPU is one of the node's.
+/// I2, within a node: no GPU is in two holds.
 #[must_use]
 pub fn each_gpu_is_held_once(node: &Node) -> bool {
     let held: Vec<_> =
@@ -39,7 +39,7 @@ pub fn i2_a_gpu_has_one_tenant(
     };
     // Who believes to have GPUs has them held.
     let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.place()) {
-        (Phase::Active { .. }, Some((node_id, placed))) => nodes
+        (Phase::Provisioning { .. } | Phase::Active { .. }, Some((node_id, placed))) => nodes
             .get(&node_id)
             .and_then(|node| node.holds.get(&allocation.id))
             .is_some_and(|hold| hold.placed.devices == placed.devices),

@@ -5,6 +5,8 @@
 //! with a [`Step`] or a rejection. Who stores, speaks and waits is the business of the crates above.
 
 #![forbid(unsafe_code)]
+// Over our own enums a match names the whole world: a new variant must be thought about everywhere.
+#![deny(clippy::wildcard_enum_match_arm)]
 // `async` has no place in a decision; nothing here could be awaited.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 

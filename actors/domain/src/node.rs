@@ -230,9 +230,11 @@ pub enum Command {
     },
     MarkReleaseFailed {
         allocation_id: AllocationId,
+        attempt: u32,
     },
     Fence {
         allocation_id: AllocationId,
+        attempt: u32,
     },
     Abandon {
         allocation_id: AllocationId,
@@ -477,8 +479,10 @@ impl Node {
             Command::Clean { allocation_id, attempt, deadline_at } => {
                 Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
             }
-            Command::MarkReleaseFailed { allocation_id } => Ok(self.mark_release_failed(allocation_id)),
-            Command::Fence { allocation_id } => Ok(self.fence(allocation_id)),
+            Command::MarkReleaseFailed { allocation_id, attempt } => {
+                Ok(self.mark_release_failed(allocation_id, attempt, ctx))
+            }
+            Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
             Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
             Command::Tick => Ok(self.tick(ctx)),
         }

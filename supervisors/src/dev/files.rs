@@ -10,9 +10,18 @@ use rand::Rng as _;
 
 /// Makes a folder, and those above it, that only this user can enter. One that exists stays as it is.
 pub fn private_folder(path: &Path) -> anyhow::Result<()> {
+    make_folder(path, 0o700)
+}
+
+/// The same for a folder that other users can pass through, to what in it is theirs, without seeing what else is there.
+pub fn passable_folder(path: &Path) -> anyhow::Result<()> {
+    make_folder(path, 0o711)
+}
+
+fn make_folder(path: &Path, mode: u32) -> anyhow::Result<()> {
     std::fs::DirBuilder::new()
         .recursive(true)
-        .mode(0o700)
+        .mode(mode)
         .create(path)
         .with_context(|| format!("cannot make the folder {}", path.display()))
 }
@@ -27,6 +36,30 @@ pub fn write_public(path: &Path, content: &[u8]) -> anyhow::Result<()> {
     write_atomically(path, content, 0o644)
 }
 
+/// Removes a folder and what is in it; one that is not there is no error. Tried for some seconds: the programs of a run that was
+/// killed may still be ending in it.
+pub fn remove_folder(path: &Path) -> anyhow::Result<()> {
+    let mut attempts = 0;
+    loop {
+        match std::fs::remove_dir_all(path) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.exists() => return Ok(()),
+            Err(_) if attempts < 50 => attempts += 1,
+            Err(error) => return Err(error).with_context(|| format!("cannot remove {}", path.display())),
+        }
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+}
+
+/// A program of this project: beside `program`, or in the folder above (tests lie one deeper than what they test).
+pub fn find_beside(program: &Path, name: &str) -> anyhow::Result<PathBuf> {
+    let folders = program.ancestors().skip(1).take(2);
+    let mut candidates = folders.map(|folder| folder.join(name));
+    candidates
+        .find(|candidate| is_executable(candidate))
+        .with_context(|| format!("there is no {name} beside {}; build it with: cargo build --bins", program.display()))
+}
+
 fn write_atomically(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let beside = path.with_extension(format!("{}.new", random_hex(4)));
     let write = || -> std::io::Result<()> {
@@ -35,7 +68,9 @@ fn write_atomically(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()
         file.sync_all()?;
         std::fs::rename(&beside, path)
     };
-    write().inspect_err(|_| drop(std::fs::remove_file(&beside))).with_context(|| format!("cannot write {}", path.display()))
+    write()
+        .inspect_err(|_| drop(std::fs::remove_file(&beside)))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// `bytes` random bytes from the operating system's generator, as hexadecimal text: a password that no quoting can break.

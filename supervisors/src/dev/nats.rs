@@ -63,10 +63,8 @@ impl Nats {
         let program = find_program()?;
         files::private_folder(folder)?;
         let folder = folder.canonicalize()?;
-        let store = folder.join("nats");
-        if store.exists() {
-            std::fs::remove_dir_all(&store).with_context(|| format!("cannot remove {}", store.display()))?;
-        }
+        let store = folder.join("store");
+        files::remove_folder(&store)?;
         let mut nats = Self {
             program,
             config: folder.join("nats.conf"),

@@ -49,7 +49,7 @@ impl Postgres {
         let home = Home::create(folder, account)?;
         let password = SecretString::from(files::random_hex(24));
         let certificate = authority.server_certificate("postgres")?;
-        initialise(&programs, &home, account, &password)?;
+        initialise(&programs, &home, account, &password).await?;
         for (from, to) in [(&certificate.certificate_path, "server.pem"), (&certificate.key_path, "server.key")] {
             home.give(&std::fs::read(from)?, &format!("data/{to}"))?;
         }
@@ -206,7 +206,9 @@ fn find_programs() -> anyhow::Result<PathBuf> {
         .max_by(|(one, _), (other, _)| one.cmp(other))
         .and_then(|(_, program)| program.parent().map(Path::to_owned))
         .with_context(|| {
-            format!("no Postgres of version {OLDEST} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one")
+            format!(
+                "no Postgres of version {OLDEST} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one"
+            )
         })
 }
 
@@ -223,7 +225,12 @@ fn account() -> anyhow::Result<Option<Account>> {
     bail!("Postgres does not run as root, and there is neither a user `postgres` nor `nobody`")
 }
 
-fn initialise(programs: &Path, home: &Home, account: Option<Account>, password: &SecretString) -> anyhow::Result<()> {
+async fn initialise(
+    programs: &Path,
+    home: &Home,
+    account: Option<Account>,
+    password: &SecretString,
+) -> anyhow::Result<()> {
     let password_file = home.give(password.expose_secret().as_bytes(), "password")?;
     let mut command = Command::new(programs.join("initdb"));
     command
@@ -239,7 +246,11 @@ fn initialise(programs: &Path, home: &Home, account: Option<Account>, password: 
         .env("LC_ALL", "C")
         .current_dir("/");
     as_account(&mut command, account);
-    let output = command.output().with_context(|| format!("cannot run initdb of {}", programs.display()))?;
+    let output = tokio::process::Command::from(command)
+        .kill_on_drop(true)
+        .output()
+        .await
+        .with_context(|| format!("cannot run initdb of {}", programs.display()))?;
     std::fs::remove_file(&password_file)?;
     if !output.status.success() {
         bail!("initdb failed ({}): {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
@@ -275,19 +286,17 @@ impl Home {
     const ELSEWHERE: &str = "/var/tmp/gpuaas-postgres-";
 
     fn create(folder: &Path, account: Option<Account>) -> anyhow::Result<Self> {
-        files::private_folder(folder)?;
+        files::passable_folder(folder)?;
         let folder = folder.canonicalize()?;
-        let pointer = folder.join("postgres.elsewhere");
+        let pointer = folder.join("elsewhere");
         if let Ok(left) = std::fs::read_to_string(&pointer)
             && left.starts_with(Self::ELSEWHERE)
             && !left.contains("..")
         {
-            let _ = std::fs::remove_dir_all(left);
+            files::remove_folder(Path::new(&left))?;
         }
-        let here = folder.join("postgres");
-        if here.exists() {
-            std::fs::remove_dir_all(&here).with_context(|| format!("cannot remove {}", here.display()))?;
-        }
+        let here = folder.join("cluster");
+        files::remove_folder(&here)?;
         if Self::own(&here, account)? {
             return Ok(Self { path: here, account, elsewhere: false, pointer });
         }
@@ -302,7 +311,10 @@ impl Home {
 
     /// Makes the folder (it must not exist, so nobody else's is taken over) and says whether its owner can write in it.
     fn own(path: &Path, account: Option<Account>) -> anyhow::Result<bool> {
-        std::fs::DirBuilder::new().mode(0o700).create(path).with_context(|| format!("cannot make {}", path.display()))?;
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .create(path)
+            .with_context(|| format!("cannot make {}", path.display()))?;
         if let Some(Account { uid, gid }) = account {
             std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
         }
@@ -379,7 +391,10 @@ mod tests {
         let port = postgres.port();
         let options: sqlx::postgres::PgConnectOptions = postgres.url().expose_secret().parse().unwrap();
         let mut connection = options.connect().await.unwrap();
-        sqlx::raw_sql("create table kept (v text); insert into kept values ('kept')").execute(&mut connection).await.unwrap();
+        sqlx::raw_sql("create table kept (v text); insert into kept values ('kept')")
+            .execute(&mut connection)
+            .await
+            .unwrap();
         postgres.kill9();
         assert!(!postgres.is_running());
         postgres.start_again().await.unwrap();

@@ -129,9 +129,8 @@ impl Launch {
             .stdout(log.try_clone()?)
             .stderr(log);
         as_account(&mut command, self.account);
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("cannot start {} ({})", self.name, self.program.display()))?;
+        let mut child =
+            command.spawn().with_context(|| format!("cannot start {} ({})", self.name, self.program.display()))?;
         let leash = child.stdin.take();
         Ok(ChildProcess { name: self.name, child, leash, stop_signal: self.stop_signal, log: self.log })
     }
@@ -334,7 +333,7 @@ mod tests {
             .variable("SVC_SEEN", "a 'b' $c")
             .spawn()
             .unwrap();
-        eventually("env has ended", || runs(process.pid()) == false);
+        eventually("env has ended", || !runs(process.pid()));
         assert!(process.exit_status().unwrap().success());
         let seen = tail(&dir.path().join("log"), 20);
         assert!(seen.contains("SVC_SEEN=a 'b' $c"), "{seen}");

@@ -136,10 +136,8 @@ impl Allocation {
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
-            | Phase::ReleaseFailed { .. }
-            | Phase::Released { .. } => self
-                .unchanged(format!("node {node_id} holds devices that are not wanted"))
-                .event(Event::ReservationUnwanted { allocation_id: self.id, node_id }),
+            | Phase::ReleaseFailed { .. } => self.unwanted(node_id),
+            Phase::Released { last, .. } => self.unwanted(node_id).event(self.ended(last.as_ref(), "placed_too_late")),
         }
     }
 
@@ -158,8 +156,10 @@ impl Allocation {
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
-            | Phase::ReleaseFailed { .. }
-            | Phase::Released { .. } => self.stay(),
+            | Phase::ReleaseFailed { .. } => self.stay(),
+            Phase::Released { last, .. } => self
+                .unchanged("a node was looked for after the end")
+                .event(self.ended(last.as_ref(), "placed_too_late")),
         }
     }
 
@@ -365,13 +365,23 @@ impl Allocation {
     }
 
     fn end(&self, last: Option<(NodeId, Placed)>, reason: &str, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let released = Event::AllocationReleased {
+        let ended = self.ended(last.as_ref(), reason);
+        self.moved(Phase::Released { at: ctx.now, last }, ctx.now, reason).step(why).event(ended)
+    }
+
+    /// That it is over. Said again after a placement that came too late: the tenant may have counted the allocation once more.
+    fn ended(&self, last: Option<&(NodeId, Placed)>, reason: &str) -> Event {
+        Event::AllocationReleased {
             allocation_id: self.id,
             user_id: self.asked.user_id.clone(),
-            node_id: last.as_ref().map(|(node_id, _)| *node_id),
+            node_id: last.map(|(node_id, _)| *node_id),
             reason: reason.to_owned(),
-        };
-        self.moved(Phase::Released { at: ctx.now, last }, ctx.now, reason).step(why).event(released)
+        }
+    }
+
+    fn unwanted(&self, node_id: NodeId) -> Step<Self> {
+        self.unchanged(format!("node {node_id} holds devices that are not wanted"))
+            .event(Event::ReservationUnwanted { allocation_id: self.id, node_id })
     }
 
     fn step(self, why: impl Into<String>) -> Step<Self> {

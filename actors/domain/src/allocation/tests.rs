@@ -1,1 +1,503 @@
+//! The allocation's saga as a table, and the sentences that the table does not say.
 
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use super::*;
+use crate::authz::{Caller, Principal, Role};
+use crate::event::Event;
+use crate::invariant;
+use crate::policy::{Key, PolicyBook, Scope, Value};
+use chrono::TimeDelta;
+use std::fmt::Write as _;
+use uuid::Uuid;
+
+const NODE: NodeId = NodeId(Uuid::from_u128(0xA));
+const ELSEWHERE: NodeId = NodeId(Uuid::from_u128(0xB));
+const ANN: &str = "ann";
+
+fn start() -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
+}
+
+fn person(user_id: &str, role: Role) -> Principal {
+    Principal::Caller(Caller {
+        user_id: user_id.to_owned(),
+        roles: [role].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+    })
+}
+
+fn ann() -> Principal {
+    person(ANN, Role::User)
+}
+
+fn admin() -> Principal {
+    person("root", Role::Admin)
+}
+
+fn worker() -> Principal {
+    Principal::system("provisioning")
+}
+
+fn placed() -> Placed {
+    Placed {
+        devices: vec![Device { index: 0, uuid: "GPU-0".into() }],
+        host: "node-a".into(),
+        port: 22,
+        user_name: "gpu-1".into(),
+        region_code: "eu".into(),
+    }
+}
+
+fn request() -> Request {
+    Request {
+        user_id: ANN.into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+        sku_id: SkuId(Uuid::from_u128(1)),
+        sku: "h100".into(),
+        region_code: None,
+        node_id: None,
+        gpu_count: 1,
+        ssh_keys: Vec::new(),
+        isolation_model: "user-revoke".into(),
+        price: Price::new("EUR", 250).unwrap(),
+        queue_seconds: None,
+    }
+}
+
+fn queued() -> Request {
+    Request { queue_seconds: Some(60), ..request() }
+}
+
+/// An allocation at an instant, under a policy, with what its last step said.
+#[derive(Clone)]
+struct Story {
+    allocation: Allocation,
+    now: Timestamp,
+    policy: PolicyBook,
+    said: Vec<Event>,
+    why: String,
+    wrote: bool,
+}
+
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
+    Ctx { now, policy, by, correlation_id: "c", seed: 7, id: Uuid::from_u128(0x1), version: 1 }
+}
+
+fn asked_for(request: Request) -> Story {
+    let policy = PolicyBook::default();
+    let step = Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).unwrap();
+    Story {
+        allocation: step.next.unwrap(),
+        now: start(),
+        policy,
+        said: step.events,
+        why: step.why,
+        wrote: true,
+    }
+}
+
+fn allocation() -> Story {
+    asked_for(request())
+}
+
+impl Story {
+    fn policy(mut self, key: Key, value: i64) -> Self {
+        self.policy.set(key, Scope::Global, start(), Value::Int(value)).unwrap();
+        self
+    }
+
+    fn after(mut self, time: TimeDelta) -> Self {
+        self.now += time;
+        self
+    }
+
+    fn at_its_timer(mut self) -> Self {
+        self.now = self.allocation.timer().unwrap();
+        self
+    }
+
+    fn ask(&self, by: &Principal, command: Command) -> Result<Step<Allocation>, Rejection> {
+        Allocation::decide(Some(&self.allocation), command, &ctx(self.now, &self.policy, by))
+    }
+
+    fn by(mut self, by: &Principal, command: Command) -> Self {
+        let step = self.ask(by, command).unwrap();
+        self.wrote = step.next.is_some();
+        assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
+        self.allocation = step.next.unwrap_or(self.allocation);
+        self.said = step.events;
+        self.why = step.why;
+        self
+    }
+
+    fn told(self, command: Command) -> Self {
+        self.by(&worker(), command)
+    }
+
+    fn ticked(self) -> Self {
+        self.told(Command::Tick)
+    }
+
+    fn reserved(self) -> Self {
+        self.told(Command::Reserved { node_id: NODE, placed: placed() })
+    }
+
+    fn provisioned(self) -> Self {
+        self.told(Command::Provisioned { node_id: NODE })
+    }
+
+    fn active(self) -> Self {
+        self.reserved().provisioned()
+    }
+
+    fn released_by_ann(self) -> Self {
+        self.by(&ann(), Command::Release { issue: None })
+    }
+
+    fn clean_up_failed(self) -> Self {
+        let attempt = self.allocation.attempt();
+        self.told(Command::CleanupFailed {
+            node_id: NODE,
+            attempt,
+            reason: "remains".into(),
+            detail: "a process is left".into(),
+        })
+    }
+
+    fn cleaned(self) -> Self {
+        let attempt = self.allocation.attempt();
+        self.told(Command::Cleaned { node_id: NODE, attempt })
+    }
+
+    fn exhausted(self) -> Self {
+        self.policy(Key::AllocationReleaseMaxAttempts, 1).clean_up_failed()
+    }
+
+    #[track_caller]
+    fn expect(self, state: &str) -> Self {
+        assert_eq!(self.allocation.state(), state, "{}", self.why);
+        self
+    }
+
+    #[track_caller]
+    fn says(self, subjects: &[&str]) -> Self {
+        let said: Vec<_> = self.said.iter().map(Event::subject).collect();
+        assert_eq!(said, subjects);
+        self
+    }
+
+    #[track_caller]
+    fn unmoved(self) -> Self {
+        assert!(!self.wrote, "something was written: {}", self.why);
+        self
+    }
+
+    fn failure_code(&self) -> Option<&str> {
+        self.allocation.failure.as_ref().map(|failure| failure.code.as_str())
+    }
+}
+
+/// Every state that behaves differently, under a name for the table.
+fn states() -> Vec<(&'static str, Story)> {
+    vec![
+        ("requested", allocation()),
+        ("requested, queued", asked_for(queued())),
+        ("provisioning", allocation().reserved()),
+        ("active", allocation().active()),
+        ("releasing", allocation().active().released_by_ann()),
+        ("release_failed, will retry", allocation().active().released_by_ann().clean_up_failed()),
+        ("release_failed, for an operator", allocation().active().released_by_ann().exhausted()),
+        ("released", allocation().active().released_by_ann().cleaned()),
+        ("released, never placed", allocation().released_by_ann()),
+    ]
+}
+
+fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
+    let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into(), detail: "d".into() };
+    let remains =
+        |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: "d".into() };
+    let release = || Command::Release { issue: None };
+    vec![
+        ("request", ann(), Command::Request(Box::new(request()))),
+        ("release by its user", ann(), release()),
+        ("release by a stranger", person("bob", Role::User), release()),
+        ("release by an admin", admin(), release()),
+        ("retry_release", admin(), Command::RetryRelease { reason: "r".into() }),
+        ("force_release", admin(), Command::ForceRelease { reason: "r".into() }),
+        ("reserved", worker(), Command::Reserved { node_id: NODE, placed: placed() }),
+        ("reserved elsewhere", worker(), Command::Reserved { node_id: ELSEWHERE, placed: placed() }),
+        ("no_capacity", worker(), Command::NoCapacity { suggestion: None }),
+        ("over_quota", worker(), Command::OverQuota { limit: 1 }),
+        ("provisioned", worker(), Command::Provisioned { node_id: NODE }),
+        ("provisioned elsewhere", worker(), Command::Provisioned { node_id: ELSEWHERE }),
+        ("provision_failed", worker(), failed(NODE)),
+        ("provision_failed elsewhere", worker(), failed(ELSEWHERE)),
+        ("cleaned", worker(), Command::Cleaned { node_id: NODE, attempt }),
+        ("cleaned elsewhere", worker(), Command::Cleaned { node_id: ELSEWHERE, attempt }),
+        ("cleanup_failed", worker(), remains(attempt)),
+        ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
+        ("tick before its time", worker(), Command::Tick),
+    ]
+}
+
+fn outcome(from: &Story, step: Result<Step<Allocation>, Rejection>) -> String {
+    let step = match step {
+        Err(rejection) => return format!("refused: {rejection}"),
+        Ok(step) => step,
+    };
+    let Some(next) = step.next else { return "stays".to_owned() };
+    let transient = invariant::allocation_is_transient(&next);
+    assert!(invariant::i8_what_is_transient_has_an_end(&next, transient), "{next:?}");
+    let kept = serde_json::to_string(&next).unwrap();
+    assert_eq!(serde_json::from_str::<Allocation>(&kept).unwrap(), next);
+    let to = if next == from.allocation { "stays, and says it".to_owned() } else { format!("-> {}", next.state()) };
+    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
+    let mut line = to;
+    if !said.is_empty() {
+        write!(line, " | {}", said.join(", ")).unwrap();
+    }
+    if !audited.is_empty() {
+        write!(line, " | audit {}", audited.join(", ")).unwrap();
+    }
+    line
+}
+
+#[test]
+fn every_command_in_every_state_does_what_was_reviewed() {
+    let mut table = String::new();
+    for (name, story) in states() {
+        writeln!(table, "{name}").unwrap();
+        for (said, by, command) in commands(story.allocation.attempt()) {
+            writeln!(table, "    {said}: {}", outcome(&story, story.ask(&by, command))).unwrap();
+        }
+        if story.allocation.timer().is_some() {
+            let due = story.at_its_timer();
+            let ticked = due.ask(&worker(), Command::Tick);
+            writeln!(table, "    tick in time: {}", outcome(&due, ticked)).unwrap();
+        }
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn every_state_that_must_end_says_until_when_and_why() {
+    let mut table = String::new();
+    for (name, story) in states() {
+        let seconds = |at: Timestamp| (at - story.now).num_seconds();
+        let deadline = story.allocation.deadline();
+        let wakes = story.allocation.timer().map_or("never".to_owned(), |at| format!("in {} s", seconds(at)));
+        let ends = deadline.map_or("no end".to_owned(), |it| format!("ends in {} s: {}", seconds(it.at), it.reason));
+        writeln!(table, "{name}: wakes {wakes}; {ends}").unwrap();
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn what_does_not_exist_can_only_be_asked_for() {
+    let policy = PolicyBook::default();
+    for (said, by, command) in commands(1).into_iter().skip(1) {
+        let answer = Allocation::decide(None, command, &ctx(start(), &policy, &by));
+        assert_eq!(answer.err(), Some(Rejection::NotFound), "{said}");
+    }
+}
+
+#[test]
+fn it_is_rented_and_given_back() {
+    allocation()
+        .expect("requested")
+        .says(&["provisioning.requested"])
+        .reserved()
+        .expect("provisioning")
+        .says(&["provisioning.started"])
+        .provisioned()
+        .expect("active")
+        .says(&["provisioning.active"])
+        .released_by_ann()
+        .expect("releasing")
+        .says(&["provisioning.release_requested"])
+        .cleaned()
+        .expect("released")
+        .says(&["provisioning.released"]);
+}
+
+#[test]
+fn a_stranger_learns_nothing_of_it() {
+    let bob = person("bob", Role::User);
+    for (_, story) in states() {
+        assert_eq!(story.ask(&bob, Command::Release { issue: None }).err(), Some(Rejection::NotFound));
+    }
+}
+
+#[test]
+fn a_count_or_a_patience_beyond_the_bounds_is_refused() {
+    let policy = PolicyBook::default();
+    let refused = |request| Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).err();
+    for gpu_count in [0, MAX_GPUS + 1, u32::MAX] {
+        assert_eq!(refused(Request { gpu_count, ..request() }), Some(Rejection::GpuCount { max: MAX_GPUS }));
+    }
+    let endless = Request { queue_seconds: Some(u32::MAX), ..request() };
+    assert_eq!(refused(endless), Some(Rejection::QueueSeconds { max: 86_400 }));
+    assert_eq!(refused(Request { gpu_count: MAX_GPUS, queue_seconds: Some(86_400), ..request() }), None);
+}
+
+#[test]
+fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
+    let story = allocation()
+        .reserved()
+        .told(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into(), detail: "no space".into() })
+        .expect("releasing")
+        .says(&["provisioning.release_requested", "provisioning.failed"])
+        .cleaned()
+        .expect("released");
+    let failure = story.allocation.failure.clone().unwrap();
+    assert_eq!((failure.phase.as_str(), failure.code.as_str(), failure.retryable), ("provisioning", "disk_full", true));
+    assert_eq!(story.allocation.active_at, None);
+}
+
+#[test]
+fn provisioning_that_takes_too_long_is_a_failure() {
+    let late = allocation().reserved().at_its_timer().ticked().expect("releasing");
+    assert_eq!(late.failure_code(), Some("provisioning_timeout"));
+    assert_eq!(late.now - start(), TimeDelta::seconds(600));
+}
+
+#[test]
+fn a_tenant_that_is_ready_after_the_deadline_passed_is_not_made_active() {
+    allocation().reserved().at_its_timer().ticked().provisioned().expect("releasing").unmoved();
+}
+
+#[test]
+fn without_capacity_it_ends_at_once_with_what_could_be_had() {
+    let story = allocation().told(Command::NoCapacity { suggestion: Some("Region b has room.".into()) });
+    let story = story.expect("released").says(&["provisioning.released", "provisioning.failed"]);
+    let failure = story.allocation.failure.unwrap();
+    assert_eq!((failure.code.as_str(), failure.message.as_str()), ("insufficient_capacity", "Region b has room."));
+}
+
+#[test]
+fn a_queued_request_looks_again_until_its_patience_ends() {
+    let mut story = asked_for(queued());
+    let mut looks = 0;
+    while story.allocation.state() == "requested" {
+        story = story.told(Command::NoCapacity { suggestion: None });
+        if story.allocation.state() == "requested" {
+            story = story.at_its_timer().ticked();
+            looks += 1;
+        }
+    }
+    assert_eq!(story.now - start(), TimeDelta::seconds(60));
+    assert_eq!(looks, 30);
+    assert_eq!(story.failure_code(), Some("insufficient_capacity"));
+}
+
+#[test]
+fn a_quota_that_is_used_up_ends_it_even_where_it_would_queue() {
+    let story = asked_for(queued()).told(Command::OverQuota { limit: 3 }).expect("released");
+    assert_eq!(story.failure_code(), Some("concurrency_limit_exceeded"));
+}
+
+#[test]
+fn a_second_node_that_reserved_is_told_to_let_go() {
+    let second = allocation().reserved().told(Command::Reserved { node_id: ELSEWHERE, placed: placed() });
+    let second = second.expect("provisioning").says(&["provisioning.reservation_unwanted"]);
+    assert_eq!(second.said[0], Event::ReservationUnwanted { allocation_id: second.allocation.id, node_id: ELSEWHERE });
+}
+
+#[test]
+fn a_placement_that_comes_after_the_end_gives_back_the_devices_and_the_quota() {
+    let over = allocation().released_by_ann().expect("released");
+    over.clone().reserved().expect("released").says(&["provisioning.reservation_unwanted", "provisioning.released"]);
+    over.told(Command::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
+}
+
+#[test]
+fn released_comes_only_with_the_proof_of_its_own_node() {
+    let releasing = allocation().active().released_by_ann();
+    let stays = releasing.clone().told(Command::Cleaned { node_id: ELSEWHERE, attempt: 1 });
+    stays.unmoved().expect("releasing");
+    let late = releasing.at_its_timer().ticked().expect("release_failed");
+    late.told(Command::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
+}
+
+#[test]
+fn a_failed_clean_up_is_tried_again_after_a_pause_that_doubles_up_to_its_cap() {
+    let mut story = allocation().active().released_by_ann().policy(Key::AllocationReleaseBackoffMax, 5);
+    let mut pauses = Vec::new();
+    for attempt in 1..=5 {
+        assert_eq!(story.allocation.attempt(), attempt);
+        story = story.clean_up_failed().expect("release_failed").says(&["provisioning.release_failed"]);
+        pauses.push((story.allocation.timer().unwrap() - story.now).num_seconds());
+        story = story.at_its_timer().ticked().expect("releasing").says(&["provisioning.release_requested"]);
+    }
+    assert_eq!(pauses, [1, 2, 4, 5, 5]);
+}
+
+#[test]
+fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
+    let stuck = allocation().active().released_by_ann().exhausted().expect("release_failed");
+    let stuck = stuck.says(&["provisioning.release_failed", "provisioning.release_exhausted"]);
+    assert_eq!(stuck.allocation.timer(), None);
+    assert!(stuck.allocation.deadline().unwrap().reason.contains("retry-release or force-release"));
+    stuck.clone().after(TimeDelta::days(9)).ticked().unmoved();
+
+    let retried = stuck.clone().by(&admin(), Command::RetryRelease { reason: "repaired".into() }).expect("releasing");
+    assert_eq!(retried.allocation.attempt(), 2);
+    retried.cleaned().expect("released");
+
+    let forced = stuck.by(&admin(), Command::ForceRelease { reason: "burnt".into() });
+    forced.expect("released").says(&["provisioning.released", "provisioning.release_forced"]);
+}
+
+#[test]
+fn a_clean_up_that_takes_too_long_has_failed() {
+    let late = allocation().active().released_by_ann().at_its_timer().ticked().expect("release_failed");
+    let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else { panic!("{late:?}", late = late.allocation) };
+    assert_eq!(reason, "release_timeout");
+}
+
+#[test]
+fn a_failure_of_an_attempt_that_was_given_up_says_nothing() {
+    let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
+    assert_eq!(second.allocation.attempt(), 2);
+    second
+        .told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: "d".into() })
+        .unmoved()
+        .expect("releasing");
+}
+
+#[test]
+fn releasing_twice_is_releasing_once() {
+    allocation().active().released_by_ann().released_by_ann().unmoved().expect("releasing");
+}
+
+#[test]
+fn a_tick_before_its_time_asks_again_for_what_may_have_been_lost() {
+    allocation().ticked().says(&["provisioning.requested"]);
+    allocation().reserved().ticked().says(&["provisioning.started"]);
+    allocation().active().released_by_ann().ticked().says(&["provisioning.release_requested"]);
+    allocation().active().ticked().unmoved();
+}
+
+#[test]
+fn the_history_tells_every_step_and_does_not_grow_for_ever() {
+    let mut story = allocation().active().released_by_ann().policy(Key::AllocationReleaseMaxAttempts, 1000);
+    for _ in 0..100 {
+        story = story.clean_up_failed().at_its_timer().ticked();
+    }
+    let history = story.cleaned().allocation.history;
+    assert!(history.len() <= 32);
+    assert_eq!(history.first().map(|entry| entry.state.as_str()), Some("requested"));
+    assert_eq!(history.last().map(|entry| entry.state.as_str()), Some("released"));
+}
+
+#[test]
+fn its_own_policy_decides_how_long_it_may_take() {
+    let short = allocation().policy(Key::AllocationProvisioningTimeout, 5).reserved();
+    assert_eq!(short.allocation.timer(), Some(short.now + TimeDelta::seconds(5)));
+}

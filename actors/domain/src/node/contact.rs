@@ -99,6 +99,12 @@ impl Node {
             let audit = self.audit("nodes.quarantine", json!({ "reason": "health_critical" }));
             return Ok(Step::to(next, reply, "critical health").event(event).audit(audit));
         }
+        if let (Life::Active | Life::Offline | Life::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
+            let was = Box::new(next.life.clone());
+            let event = next.enter(Life::Quarantined { was }, "inventory_drift", &why, ctx);
+            let audit = self.audit("nodes.quarantine", json!({ "reason": "inventory_drift" }));
+            return Ok(Step::to(next, reply, why).event(event).audit(audit));
+        }
         Ok(self.after_contact(next, reply, ctx))
     }
 
@@ -201,7 +207,7 @@ impl Node {
             Life::Removing { until } if ctx.now >= *until => {
                 self.moved(Life::Removed, "removed", "Removed; the machine can come back as a new node.", ctx)
             }
-            Life::Draining { .. } if self.holds.is_empty() => self.drained(ctx),
+            Life::Draining { .. } if self.in_use().is_none() => self.drained(ctx),
             Life::Registered
             | Life::BootstrapIssued { .. }
             | Life::Enrolling { .. }

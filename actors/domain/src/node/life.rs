@@ -13,9 +13,10 @@ const REMOVING: TimeDelta = TimeDelta::seconds(1);
 impl Node {
     pub(super) fn retire(&self, reason: &str, drain: bool, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         let audit = self.audit("nodes.retire", json!({ "reason": reason, "drain": drain }));
-        match (&self.life, self.holds.keys().next()) {
+        match (&self.life, self.in_use()) {
             (Life::Retired, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
-            (Life::Active | Life::Offline | Life::Draining { .. }, None) => {
+            // A quarantined machine that cannot be repaired has this way out; what is left on it keeps it from coming back.
+            (Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. }, None) => {
                 Ok(self.moved(Life::Retired, "retired", reason, ctx).audit(audit))
             }
             (Life::Active | Life::Offline, Some(_)) if drain => {
@@ -23,14 +24,14 @@ impl Node {
                 Ok(self.moved(Life::Draining { until }, "draining", reason, ctx).audit(audit))
             }
             (Life::Draining { .. }, Some(_)) if drain => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
-            (Life::Active | Life::Offline | Life::Draining { .. }, Some(allocation_id)) => {
-                Err(Rejection::InUse { allocation_id: *allocation_id })
-            }
+            (
+                Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. },
+                Some(allocation_id),
+            ) => Err(Rejection::InUse { allocation_id }),
             (
                 Life::Registered
                 | Life::BootstrapIssued { .. }
                 | Life::Enrolling { .. }
-                | Life::Quarantined { .. }
                 | Life::Removing { .. }
                 | Life::Removed,
                 _,
@@ -45,7 +46,7 @@ impl Node {
 
     /// As [`Node::drained`], as part of the step that ended the last allocation.
     pub(super) fn retire_if_drained(&mut self, ctx: &Ctx<'_>) -> Option<Event> {
-        (matches!(self.life, Life::Draining { .. }) && self.holds.is_empty())
+        (matches!(self.life, Life::Draining { .. }) && self.in_use().is_none())
             .then(|| self.enter(Life::Retired, "drained", "The last allocation ended; the node is retired.", ctx))
     }
 
@@ -69,14 +70,16 @@ impl Node {
     }
 
     pub(super) fn remove(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        match (&self.life, self.holds.keys().next()) {
+        match (&self.life, self.in_use()) {
             (Life::Removing { .. } | Life::Removed, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
-            (Life::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id: *allocation_id }),
+            (Life::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
             // What never was active has nothing to retire from.
             (Life::Retired | Life::Registered | Life::BootstrapIssued { .. }, None) => {
                 let mut next = self.clone();
                 next.identity.token = None;
                 next.identity.certificates.clear();
+                next.holds.clear();
+                next.fenced_by.clear();
                 let message = "Its identity is void; its connections are being closed.";
                 let event = next.enter(Life::Removing { until: ctx.now + REMOVING }, "removing", message, ctx);
                 let audit = self.audit("nodes.remove", json!({ "reason": reason }));
@@ -110,9 +113,27 @@ impl Node {
     pub(super) fn release_quarantine(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match &self.life {
             Life::Quarantined { was } => {
-                self.in_order(ctx)?;
+                // What has no identity yet has nothing that could be out of order: it is looked at when it enrolls.
+                if !matches!(**was, Life::Registered | Life::BootstrapIssued { .. }) {
+                    self.in_order(ctx)?;
+                }
                 let audit = self.audit("nodes.release_quarantine", json!({ "reason": reason }));
-                Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+                match **was {
+                    // Its last allocation ended meanwhile.
+                    Life::Draining { .. } if self.in_use().is_none() => Ok(self.drained(ctx).audit(audit)),
+                    Life::Registered
+                    | Life::BootstrapIssued { .. }
+                    | Life::Enrolling { .. }
+                    | Life::Active
+                    | Life::Offline
+                    | Life::Draining { .. }
+                    | Life::Quarantined { .. }
+                    | Life::Retired
+                    | Life::Removing { .. }
+                    | Life::Removed => {
+                        Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+                    }
+                }
             }
             Life::Registered
             | Life::BootstrapIssued { .. }
@@ -126,15 +147,12 @@ impl Node {
         }
     }
 
-    /// May it take tenants (again)? What was never enrolled has nothing that could be out of order.
+    /// May it take tenants (again)?
     fn in_order(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
         let not = |why: String| Err(Rejection::NotInOrder { why });
         let remains = self.holds.iter().find(|(_, hold)| matches!(hold.phase, HoldPhase::Abandoned { .. }));
         if let Some((allocation_id, _)) = remains {
             return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
-        }
-        if self.identity.generation == 0 {
-            return Ok(());
         }
         if let Some(why) = self.mismatch() {
             return not(why);
@@ -149,6 +167,6 @@ impl Node {
     }
 
     pub(super) const fn may_be_quarantined(&self) -> bool {
-        matches!(self.life, Life::Active | Life::Offline | Life::Draining { .. } | Life::Retired)
+        !matches!(self.life, Life::Quarantined { .. }) && !self.life.is_gone()
     }
 }

@@ -25,6 +25,11 @@ pub enum HoldPhase {
         work: Work,
     },
     Ready,
+    /// The agent could not set the tenant up. What it did of it is there until the allocation asks for the clean-up.
+    SetupFailed {
+        reason: String,
+        detail: String,
+    },
     Releasing {
         work: Work,
     },
@@ -32,7 +37,8 @@ pub enum HoldPhase {
     ReleaseFailed {
         work: Work,
     },
-    /// Released by force: nobody's tenant, and still unproven. The clean-up stays offered to the agent.
+    /// Nobody's tenant, and still unproven: released by force, or set up for an allocation that does not want it. The clean-up
+    /// stays offered to the agent.
     Abandoned {
         work: Work,
     },
@@ -155,7 +161,32 @@ impl Node {
             Some(Hold { phase: HoldPhase::Reserved, .. }) => {
                 self.freed(allocation_id, "the reservation is not wanted", ctx)
             }
-            Some(_) | None => Step::stay(Reply::Done),
+            // A stray order came between. The allocation is not here and never will be, so that nobody else asks for the clean-up.
+            Some(
+                hold @ Hold {
+                    phase:
+                        HoldPhase::Provisioning { .. }
+                        | HoldPhase::Ready
+                        | HoldPhase::SetupFailed { .. }
+                        | HoldPhase::Releasing { .. }
+                        | HoldPhase::ReleaseFailed { .. },
+                    ..
+                },
+            ) => {
+                let work = self.last_clean_up(hold, ctx);
+                let mut step = self
+                    .with_phase(
+                        allocation_id,
+                        HoldPhase::Abandoned { work },
+                        format!("allocation {allocation_id} does not want its tenant: it is to be cleaned up"),
+                    )
+                    .effect(Effect::WakeNode(self.id));
+                if let Some(next) = &mut step.next {
+                    next.fenced_by.remove(&allocation_id);
+                }
+                step
+            }
+            Some(Hold { phase: HoldPhase::Abandoned { .. }, .. }) | None => Step::stay(Reply::Done),
         }
     }
 
@@ -169,7 +200,7 @@ impl Node {
             })
         };
         match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
-            Some(HoldPhase::Reserved) if matches!(self.life, Life::Active | Life::Offline | Life::Draining { .. }) => {
+            Some(HoldPhase::Reserved) if self.in_service() => {
                 let work = Work { task_id: TaskId(ctx.new_id(0)), attempt: 1, ordered_at: ctx.now, deadline_at };
                 self.with_phase(allocation_id, HoldPhase::Provisioning { work }, "the tenant is to be set up")
                     .effect(Effect::WakeNode(self.id))
@@ -177,6 +208,7 @@ impl Node {
             Some(HoldPhase::Reserved) => failed("node_not_available", "the node is not in service any more"),
             Some(HoldPhase::Ready) => Step::to(self.clone(), Reply::Done, "the tenant is set up already")
                 .event(Event::TenantReady { node_id: self.id, allocation_id }),
+            Some(HoldPhase::SetupFailed { reason, detail }) => failed(reason, detail),
             Some(HoldPhase::Provisioning { .. }) => Step::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
             Some(HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }) => {
                 Step::stay(Reply::Done)
@@ -198,13 +230,18 @@ impl Node {
                 .event(Event::TenantGone { node_id: self.id, allocation_id, attempt });
         };
         let task_id = match &hold.phase {
-            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } if work.attempt >= attempt => {
+            // The clean-up of an abandoned tenant has no attempts to be counted and does not end but with the proof.
+            HoldPhase::Abandoned { .. } => return Step::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
+            HoldPhase::Releasing { work } if work.attempt >= attempt => {
                 return Step::stay(Reply::Done).effect(Effect::WakeNode(self.id));
             }
-            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } | HoldPhase::ReleaseFailed { work } => {
-                work.task_id
-            }
-            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready => TaskId(ctx.new_id(0)),
+            // An order that was overtaken: the attempt has failed already, and the next one is the allocation's to ask.
+            HoldPhase::ReleaseFailed { work } if work.attempt >= attempt => return Step::stay(Reply::Done),
+            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => work.task_id,
+            HoldPhase::Reserved
+            | HoldPhase::Provisioning { .. }
+            | HoldPhase::Ready
+            | HoldPhase::SetupFailed { .. } => TaskId(ctx.new_id(0)),
         };
         let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at };
         let mut step = self
@@ -220,56 +257,64 @@ impl Node {
         step
     }
 
-    pub(super) fn mark_release_failed(&self, allocation_id: AllocationId) -> Step<Self> {
-        match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
-            Some(HoldPhase::Releasing { work }) => self.with_phase(
+    /// The allocation has given up its clean-up attempt: no new allocation until a proof comes. Facts of an attempt that has
+    /// been succeeded by another say nothing.
+    pub(super) fn mark_release_failed(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
+        match self.failed_at(allocation_id, attempt, ctx) {
+            Some(phase) if self.holds.get(&allocation_id).is_some_and(|hold| hold.phase != phase) => self.with_phase(
                 allocation_id,
-                HoldPhase::ReleaseFailed { work: work.clone() },
-                "the clean-up failed: no new allocation until it is proved",
+                phase,
+                format!("clean-up attempt {attempt} failed: no new allocation until it is proved"),
             ),
-            Some(
-                HoldPhase::Reserved
-                | HoldPhase::Provisioning { .. }
-                | HoldPhase::Ready
-                | HoldPhase::ReleaseFailed { .. }
-                | HoldPhase::Abandoned { .. },
-            )
-            | None => Step::stay(Reply::Done),
+            Some(_) | None => Step::stay(Reply::Done),
         }
     }
 
-    pub(super) fn fence(&self, allocation_id: AllocationId) -> Step<Self> {
-        match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
-            Some(HoldPhase::ReleaseFailed { .. } | HoldPhase::Releasing { .. }) => {
-                let mut next = self.clone();
-                next.fenced_by.insert(allocation_id);
-                Step::to(next, Reply::Done, format!("fenced by the failed release of allocation {allocation_id}"))
+    pub(super) fn fence(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
+        match self.failed_at(allocation_id, attempt, ctx) {
+            Some(phase) => {
+                let why = format!("fenced by the failed release of allocation {allocation_id}");
+                let mut step = self.with_phase(allocation_id, phase, why);
+                if let Some(next) = &mut step.next {
+                    next.fenced_by.insert(allocation_id);
+                }
+                step
             }
-            Some(
-                HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::Abandoned { .. },
-            )
-            | None => Step::stay(Reply::Done),
+            None => Step::stay(Reply::Done),
         }
+    }
+
+    /// The hold's phase once clean-up attempt `attempt` has failed; `None` where a later one runs, or nothing is to fail.
+    fn failed_at(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Option<HoldPhase> {
+        let work = match &self.holds.get(&allocation_id)?.phase {
+            HoldPhase::Abandoned { .. } => return None,
+            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return None,
+            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => Work { attempt, ..work.clone() },
+            // The order of that attempt is still on its way.
+            HoldPhase::Reserved
+            | HoldPhase::Provisioning { .. }
+            | HoldPhase::Ready
+            | HoldPhase::SetupFailed { .. } => {
+                Work { task_id: TaskId(ctx.new_id(0)), attempt, ordered_at: ctx.now, deadline_at: ctx.now }
+            }
+        };
+        Some(HoldPhase::ReleaseFailed { work })
     }
 
     /// Released by force: the node is quarantined until the agent proves that nothing is left.
     pub(super) fn abandon(&self, allocation_id: AllocationId, ctx: &Ctx<'_>) -> Step<Self> {
         let Some(hold) = self.holds.get(&allocation_id) else { return Step::stay(Reply::Done) };
-        let (task_id, attempt) = match &hold.phase {
-            HoldPhase::Abandoned { .. } => return Step::stay(Reply::Done),
-            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {
-                (work.task_id, work.attempt.saturating_add(1))
-            }
-            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready => (TaskId(ctx.new_id(0)), 1),
-        };
+        let closed = matches!(self.life, Life::Quarantined { .. }) || self.life.is_gone();
+        if closed && matches!(hold.phase, HoldPhase::Abandoned { .. }) {
+            return Step::stay(Reply::Done);
+        }
         let mut next = self.clone();
         next.fenced_by.remove(&allocation_id);
-        // A forced clean-up has no end: it is offered until the proof is there.
-        let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC };
+        let work = self.last_clean_up(hold, ctx);
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
             hold.phase = HoldPhase::Abandoned { work };
         }
-        let event = (!matches!(next.life, Life::Quarantined { .. }) && !next.life.is_gone()).then(|| {
+        let event = (!closed).then(|| {
             let was = Box::new(next.life.clone());
             next.enter(
                 Life::Quarantined { was },
@@ -283,6 +328,21 @@ impl Node {
         event.into_iter().fold(step, Step::event)
     }
 
+    /// A clean-up that nobody asks for again. It has no end: it is offered until the proof is there.
+    fn last_clean_up(&self, hold: &Hold, ctx: &Ctx<'_>) -> Work {
+        let (task_id, attempt) = match &hold.phase {
+            HoldPhase::Abandoned { work } => return work.clone(),
+            HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {
+                (work.task_id, work.attempt.saturating_add(1))
+            }
+            HoldPhase::Reserved
+            | HoldPhase::Provisioning { .. }
+            | HoldPhase::Ready
+            | HoldPhase::SetupFailed { .. } => (TaskId(ctx.new_id(0)), 1),
+        };
+        Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC }
+    }
+
     /// The work that waits for the agent, oldest first.
     pub(super) fn orders(&self) -> Vec<Order> {
         let mut orders: Vec<_> = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold)).collect();
@@ -292,18 +352,32 @@ impl Node {
 
     fn order(&self, allocation_id: AllocationId, hold: &Hold) -> Option<Order> {
         let (work, what) = match &hold.phase {
-            // A node that waits for a clean-up proof gets every task but this one.
-            HoldPhase::Provisioning { work } if !self.has_unproven() => {
+            // A node that is out of service, or waits for a clean-up proof, gets every task but this one.
+            HoldPhase::Provisioning { work } if self.in_service() && !self.has_unproven() => {
                 (work, What::Provision { keys: hold.keys.clone() })
             }
             HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => (work, What::Release),
             HoldPhase::Provisioning { .. }
             | HoldPhase::Reserved
             | HoldPhase::Ready
+            | HoldPhase::SetupFailed { .. }
             | HoldPhase::ReleaseFailed { .. } => return None,
         };
         let sku = self.registration.sku.name.clone();
         Some(Order { work: work.clone(), allocation_id, placed: hold.placed.clone(), sku, what })
+    }
+
+    /// Does it do what tenants ask of it? Quarantined, it only cleans up.
+    const fn in_service(&self) -> bool {
+        matches!(self.life, Life::Active | Life::Offline | Life::Draining { .. })
+    }
+
+    /// The first allocation that is on the node. An abandoned tenant is nobody's.
+    pub(super) fn in_use(&self) -> Option<AllocationId> {
+        self.holds
+            .iter()
+            .find(|(_, hold)| !matches!(hold.phase, HoldPhase::Abandoned { .. }))
+            .map(|(allocation_id, _)| *allocation_id)
     }
 
     fn has_unproven(&self) -> bool {
@@ -335,6 +409,7 @@ impl Node {
             | HoldPhase::ReleaseFailed { .. }
             | HoldPhase::Abandoned { .. }
             | HoldPhase::Reserved
+            | HoldPhase::SetupFailed { .. }
             | HoldPhase::Ready => None,
         });
         let Some((allocation_id, hold, current)) = found else { return Err(Rejection::TaskUnknown) };
@@ -349,11 +424,14 @@ impl Node {
             HoldPhase::Releasing { .. } | HoldPhase::Abandoned { .. } if attempt == current => {
                 Ok(self.remains(allocation_id, attempt, &verdict))
             }
+            // The allocation gave the attempt up before this came, and has drawn its consequence.
+            HoldPhase::ReleaseFailed { .. } if attempt == current => Ok(Step::stay(Reply::Done)),
             HoldPhase::Provisioning { .. }
             | HoldPhase::Releasing { .. }
             | HoldPhase::ReleaseFailed { .. }
             | HoldPhase::Abandoned { .. }
             | HoldPhase::Reserved
+            | HoldPhase::SetupFailed { .. }
             | HoldPhase::Ready => Err(Rejection::StaleAttempt { given: attempt, current }),
         }
     }
@@ -367,7 +445,7 @@ impl Node {
             Verdict::Failed { code, message } => self
                 .with_phase(
                     allocation_id,
-                    HoldPhase::Ready,
+                    HoldPhase::SetupFailed { reason: code.clone(), detail: message.clone() },
                     format!("the agent could not set the tenant up: {message}"),
                 )
                 .event(Event::TenantFailed {
@@ -397,6 +475,7 @@ impl Node {
                 other @ (HoldPhase::Reserved
                 | HoldPhase::Provisioning { .. }
                 | HoldPhase::Ready
+                | HoldPhase::SetupFailed { .. }
                 | HoldPhase::ReleaseFailed { .. }) => other.clone(),
             };
         }

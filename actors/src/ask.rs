@@ -1,0 +1,132 @@
+//! What is asked and what can come back.
+
+use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
+use serde::{Deserialize, Serialize};
+
+/// Everything about a command but the command: who asks, until when the answer is of use, and what makes it repeatable.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Asked {
+    pub by: Principal,
+    pub correlation_id: String,
+    pub traceparent: Option<String>,
+    /// Checked again when the command is taken out of the mailbox: nobody waits for it after that.
+    pub deadline: Timestamp,
+    pub command: Option<CommandKey>,
+    /// Releases, depletion and operators: let in where others are turned away.
+    pub urgent: bool,
+}
+
+impl Asked {
+    /// Asked under `permit`, with an answer wanted until `deadline`.
+    #[must_use]
+    pub fn new(permit: &Permit, correlation_id: impl Into<String>, deadline: Timestamp) -> Self {
+        Self {
+            by: permit.principal().clone(),
+            correlation_id: correlation_id.into(),
+            traceparent: None,
+            deadline,
+            command: None,
+            urgent: false,
+        }
+    }
+
+    #[must_use]
+    pub fn once(mut self, key: CommandKey) -> Self {
+        self.command = Some(key);
+        self
+    }
+
+    #[must_use]
+    pub const fn urgently(mut self) -> Self {
+        self.urgent = true;
+        self
+    }
+
+    #[must_use]
+    pub fn traced(mut self, traceparent: Option<String>) -> Self {
+        self.traceparent = traceparent;
+        self
+    }
+}
+
+/// What makes a command the same command when it comes again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommandKey {
+    pub id: CommandId,
+    /// SHA-256 of the request: another request under the same id is refused.
+    pub digest: [u8; 32],
+    /// Keep the reply, for one who asks again.
+    pub keep_reply: bool,
+    /// The outbox row that this command carries out.
+    pub consumes: Option<EventId>,
+}
+
+impl CommandKey {
+    /// A command that somebody outside may send again.
+    #[must_use]
+    pub const fn repeatable(id: CommandId, digest: [u8; 32]) -> Self {
+        Self { id, digest, keep_reply: true, consumes: None }
+    }
+
+    /// The command that carries an event out.
+    #[must_use]
+    pub const fn of_event(event: EventId) -> Self {
+        Self { id: CommandId(event.0), digest: [0; 32], keep_reply: false, consumes: Some(event) }
+    }
+}
+
+/// An answer, and whether it was given before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answered<R> {
+    pub reply: R,
+    /// True where the command had been carried out before and this is its first reply.
+    pub replayed: bool,
+    /// True where this command was committed: `false` where nothing had to change, or it was carried out before.
+    pub written: bool,
+    /// The entity's version after the command.
+    pub version: i64,
+}
+
+pub type Answer<M> = Result<Answered<<M as Machine>::Reply>, AskError<<M as Machine>::Rejection>>;
+
+/// Why there is no reply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum AskError<J> {
+    /// The machine said no. Nothing changed.
+    #[error("{0}")]
+    Rejected(J),
+    /// The asker may not ask this. Nothing changed.
+    #[error("not allowed")]
+    Denied,
+    /// The same command is being carried out at this moment.
+    #[error("the same command is in progress")]
+    InProgress,
+    /// The command was carried out before, and nobody kept its reply.
+    #[error("the command was carried out before")]
+    AlreadyDone,
+    /// Another request came under the same command id before. Nothing changed.
+    #[error("the command id was used for another request")]
+    Reused,
+    /// A name that must be unique is taken. Nothing changed.
+    #[error("the database refused: {constraint}")]
+    Taken { constraint: String },
+    /// Too much is waiting in front of the entity or its shard. Nothing changed.
+    #[error("too many commands are waiting")]
+    Overloaded,
+    /// The entity failed too often or its snapshot cannot be read; an operator must look. Nothing changed.
+    #[error("parked: {reason}")]
+    Parked { reason: String },
+    /// Certainly not carried out; asking again may succeed.
+    #[error("unavailable: {reason}")]
+    Unavailable { reason: String },
+    /// It may or may not have been carried out; asking again with the same command id is safe.
+    #[error("the outcome is unknown: {reason}")]
+    Unknown { reason: String },
+    /// The machine broke while deciding. Nothing changed.
+    #[error("the machine failed: {reason}")]
+    Broken { reason: String },
+    /// The shard lives elsewhere. The directory retries; nobody else sees this.
+    #[error("not the owner")]
+    NotOwner,
+}

@@ -1,0 +1,179 @@
+//! Finds an entity wherever it lives and asks it: here, or through the bus at the member that owns its shard.
+
+use crate::ask::{Answer, Answered, AskError, Asked};
+use crate::host::Host;
+use crate::place::shard_of;
+use crate::ports::{Remote, RemoteError};
+use domain::machine::Command as _;
+use domain::{EntityRef, Kind, Machine, Permit, Shard};
+use domain::{allocation::Allocation, node::Node, sku::Sku, tenant::Tenant};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use uuid::Uuid;
+
+/// The encoding between members. A member understands its own and the one before.
+const VERSION: u16 = 1;
+
+/// The pause before a command for a shard that nobody holds is sent again.
+const RETRY: Duration = Duration::from_millis(25);
+
+/// Asks any entity of the cluster.
+#[derive(Clone)]
+pub struct Directory {
+    host: Arc<Host>,
+    remote: Arc<dyn Remote>,
+}
+
+/// A command on its way to another member.
+#[derive(Serialize, Deserialize)]
+struct Request {
+    v: u16,
+    entity: EntityRef,
+    asked: Asked,
+    command: serde_json::Value,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Response {
+    v: u16,
+    answer: Result<Answered<serde_json::Value>, AskError<serde_json::Value>>,
+}
+
+impl Directory {
+    #[must_use]
+    pub fn new(host: Arc<Host>, remote: Arc<dyn Remote>) -> Self {
+        Self { host, remote }
+    }
+
+    /// Asks `command` of an entity, under a permit for it.
+    ///
+    /// While the shard moves or nobody holds it, the command is sent again until its deadline. A command that was sent and not
+    /// answered is not: its command id makes it safe for the asker to do so.
+    ///
+    /// # Errors
+    /// Every [`AskError`] but [`AskError::NotOwner`].
+    pub async fn ask<M: Machine>(&self, permit: &Permit, id: Uuid, command: M::Command, asked: Asked) -> Answer<M> {
+        if command.action() != permit.action() || &asked.by != permit.principal() {
+            return Err(AskError::Denied);
+        }
+        let shard = shard_of(id);
+        loop {
+            let answer = if self.host.term(shard).is_some() {
+                self.host.ask::<M>(id, command.clone(), asked.clone()).await
+            } else {
+                self.ask_elsewhere::<M>(shard, id, &command, &asked).await
+            };
+            match answer {
+                Err(AskError::NotOwner) if self.host.world().now() + RETRY < asked.deadline => {
+                    tokio::time::sleep(RETRY).await;
+                }
+                Err(AskError::NotOwner) => {
+                    return Err(AskError::Unavailable { reason: format!("shard {shard} is changing hands") });
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    async fn ask_elsewhere<M: Machine>(
+        &self,
+        shard: Shard,
+        id: Uuid,
+        command: &M::Command,
+        asked: &Asked,
+    ) -> Answer<M> {
+        let broken = |error: serde_json::Error| AskError::Broken { reason: error.to_string() };
+        let request = Request {
+            v: VERSION,
+            entity: EntityRef { kind: M::KIND, id },
+            asked: asked.clone(),
+            command: serde_json::to_value(command).map_err(broken)?,
+        };
+        let payload = serde_json::to_vec(&request).map_err(broken)?;
+        let Ok(patience) = (asked.deadline - self.host.world().now()).to_std() else {
+            return Err(AskError::Unavailable { reason: "the time for an answer has passed".to_owned() });
+        };
+        let response = match self.remote.request(shard, payload, patience).await {
+            Ok(response) => response,
+            Err(RemoteError::NoResponders) => return Err(AskError::NotOwner),
+            Err(RemoteError::TimedOut) => return Err(AskError::Unknown { reason: "no answer in time".to_owned() }),
+            Err(RemoteError::Unreachable(reason)) => return Err(AskError::Unavailable { reason }),
+        };
+        let response: Response = serde_json::from_slice(&response).map_err(unreadable)?;
+        match response.answer {
+            Ok(answered) => Ok(Answered {
+                reply: serde_json::from_value(answered.reply).map_err(unreadable)?,
+                replayed: answered.replayed,
+                written: answered.written,
+                version: answered.version,
+            }),
+            Err(error) => Err(error.of_rejection(|rejection| serde_json::from_value(rejection)).map_err(unreadable)?),
+        }
+    }
+
+    /// Serves a command that came from another member; the answer is for it alone to read.
+    pub async fn serve(&self, payload: &[u8]) -> Vec<u8> {
+        let answer = match serde_json::from_slice::<Request>(payload) {
+            Ok(request) if request.v <= VERSION => match request.entity.kind {
+                Kind::Node => self.serve_as::<Node>(request).await,
+                Kind::Allocation => self.serve_as::<Allocation>(request).await,
+                Kind::Sku => self.serve_as::<Sku>(request).await,
+                Kind::Tenant => self.serve_as::<Tenant>(request).await,
+            },
+            Ok(request) => Err(AskError::Unavailable { reason: format!("encoding {} is not understood", request.v) }),
+            Err(error) => Err(AskError::Broken { reason: format!("the command cannot be read: {error}") }),
+        };
+        serde_json::to_vec(&Response { v: VERSION, answer }).unwrap_or_default()
+    }
+
+    async fn serve_as<M: Machine>(
+        &self,
+        request: Request,
+    ) -> Result<Answered<serde_json::Value>, AskError<serde_json::Value>> {
+        let broken = |error: serde_json::Error| AskError::Broken { reason: error.to_string() };
+        let command = serde_json::from_value(request.command).map_err(broken)?;
+        match self.host.ask::<M>(request.entity.id, command, request.asked).await {
+            Ok(answered) => Ok(Answered {
+                reply: serde_json::to_value(answered.reply).map_err(unreadable)?,
+                replayed: answered.replayed,
+                written: answered.written,
+                version: answered.version,
+            }),
+            Err(error) => Err(error.of_rejection(|rejection| serde_json::to_value(rejection)).map_err(broken)?),
+        }
+    }
+
+    /// What lives in this process.
+    #[must_use]
+    pub const fn host(&self) -> &Arc<Host> {
+        &self.host
+    }
+}
+
+/// An answer was given, and what it was is lost: the command may have been carried out.
+fn unreadable<J>(error: serde_json::Error) -> AskError<J> {
+    AskError::Unknown { reason: format!("the answer cannot be read: {error}") }
+}
+
+impl<J> AskError<J> {
+    fn of_rejection<K, E>(self, turn: impl FnOnce(J) -> Result<K, E>) -> Result<AskError<K>, E> {
+        Ok(match self {
+            Self::Rejected(rejection) => AskError::Rejected(turn(rejection)?),
+            Self::Denied => AskError::Denied,
+            Self::InProgress => AskError::InProgress,
+            Self::AlreadyDone => AskError::AlreadyDone,
+            Self::Reused => AskError::Reused,
+            Self::Taken { constraint } => AskError::Taken { constraint },
+            Self::Overloaded => AskError::Overloaded,
+            Self::Parked { reason } => AskError::Parked { reason },
+            Self::Unavailable { reason } => AskError::Unavailable { reason },
+            Self::Unknown { reason } => AskError::Unknown { reason },
+            Self::Broken { reason } => AskError::Broken { reason },
+            Self::NotOwner => AskError::NotOwner,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! The ractor actor that hosts one entity's [`Shell`]: it carries out what the shell asks for, and awaits nothing in its mailbox.
+
+use crate::ask::Answer;
+use crate::host::{Exit, Facts, Host, Slot};
+use crate::ports::Term;
+use crate::shell::{Ask, Input, Now, Output, Shell};
+use domain::{EntityRef, Machine};
+use ractor::{Actor, ActorProcessingErr, ActorRef};
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use tokio::sync::oneshot;
+use uuid::Uuid;
+
+/// Hosts entities of machine `M`.
+pub(crate) struct Entity<M>(PhantomData<fn() -> M>);
+
+impl<M> Entity<M> {
+    pub(crate) const fn new() -> Self {
+        Self(PhantomData)
+    }
+}
+
+pub(crate) struct Start {
+    pub(crate) id: Uuid,
+    pub(crate) term: Term,
+    pub(crate) host: Arc<Host>,
+    pub(crate) facts: Arc<Facts>,
+}
+
+pub(crate) enum Message<M: Machine> {
+    /// A command, with the one who waits for its answer.
+    Ask(Box<Ask<M>>, Waiter<M>),
+    Tell(Box<Input<M>>),
+}
+
+/// Who waits, and the place in the bounds that is free again with the answer.
+pub(crate) struct Waiter<M: Machine> {
+    pub(crate) answer: oneshot::Sender<Answer<M>>,
+    pub(crate) slot: Slot,
+}
+
+pub(crate) struct Hosted<M: Machine> {
+    entity: EntityRef,
+    shell: Shell<M>,
+    host: Arc<Host>,
+    facts: Arc<Facts>,
+    waiters: BTreeMap<u64, Waiter<M>>,
+}
+
+impl<M: Machine> Actor for Entity<M> {
+    type Msg = Message<M>;
+    type State = Hosted<M>;
+    type Arguments = Start;
+
+    async fn pre_start(&self, myself: ActorRef<Self::Msg>, start: Start) -> Result<Hosted<M>, ActorProcessingErr> {
+        let (shell, load) = Shell::start(start.id, start.term);
+        let entity = EntityRef { kind: M::KIND, id: start.id };
+        let mut hosted = Hosted { entity, shell, host: start.host, facts: start.facts, waiters: BTreeMap::new() };
+        hosted.carry_out(vec![load], &myself);
+        Ok(hosted)
+    }
+
+    async fn handle(
+        &self,
+        myself: ActorRef<Self::Msg>,
+        message: Message<M>,
+        hosted: &mut Hosted<M>,
+    ) -> Result<(), ActorProcessingErr> {
+        let input = match message {
+            Message::Ask(ask, waiter) => {
+                hosted.waiters.insert(ask.token, waiter);
+                Input::Ask(*ask)
+            }
+            Message::Tell(input) => *input,
+        };
+        let world = hosted.host.world();
+        let policy = world.policy();
+        let now = Now { at: world.now(), seed: world.seed(), policy: &policy };
+        let outputs = hosted.shell.on(input, now);
+        hosted.facts.note(hosted.shell.state(), hosted.shell.version());
+        hosted.carry_out(outputs, &myself);
+        Ok(())
+    }
+}
+
+impl<M: Machine> Hosted<M> {
+    fn carry_out(&mut self, outputs: Vec<Output<M>>, myself: &ActorRef<Message<M>>) {
+        for output in outputs {
+            match output {
+                Output::Load => {
+                    let (host, entity) = (Arc::clone(&self.host), self.entity);
+                    tell_later(myself, async move { Input::Loaded(host.store().load(entity).await) });
+                }
+                Output::Commit(commit) => {
+                    let host = Arc::clone(&self.host);
+                    tell_later(myself, async move { Input::Committed(host.store().commit(*commit).await) });
+                }
+                Output::LookUp(id) => {
+                    let host = Arc::clone(&self.host);
+                    tell_later(myself, async move { Input::Looked(host.store().command(id).await) });
+                }
+                Output::Reply(token, answer) => {
+                    if let Some(Waiter { answer: asker, slot }) = self.waiters.remove(&token) {
+                        // The place first: whoever has the answer may ask the same again at once.
+                        drop(slot);
+                        // Who does not wait any more is not owed an answer.
+                        let _ = asker.send(answer);
+                    }
+                }
+                Output::Perform(effect) => self.host.effects().perform(effect),
+                Output::Sleep => self.leave(Exit::Asleep, myself),
+                Output::Die(reason) => self.leave(Exit::Died { reason }, myself),
+                Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
+            }
+        }
+    }
+
+    /// Out of the directory first, so that whoever asks next wakes a fresh one; then away. The version check keeps the two apart.
+    fn leave(&self, exit: Exit, myself: &ActorRef<Message<M>>) {
+        self.host.left(self.entity, myself.get_id(), exit);
+        // What was sent meanwhile is still answered, by a shell that is over.
+        if myself.drain().is_err() {
+            myself.stop(None);
+        }
+    }
+}
+
+/// Runs `work` beside the mailbox and puts what came of it into the mailbox.
+fn tell_later<M: Machine>(myself: &ActorRef<Message<M>>, work: impl Future<Output = Input<M>> + Send + 'static) {
+    let myself = myself.clone();
+    tokio::spawn(async move {
+        let input = work.await;
+        // An actor that is gone has answered its waiters already.
+        let _ = myself.cast(Message::Tell(Box::new(input)));
+    });
+}

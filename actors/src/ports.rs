@@ -1,0 +1,62 @@
+//! What the shell needs of the world, as traits: the store, the other members, and what is done at once after a commit.
+
+use domain::commit::{Done, Epoch, Snapshot};
+use domain::policy::PolicyBook;
+use domain::{CommandId, Commit, Effect, EntityRef, Outcome, Shard, Timestamp};
+use futures::future::BoxFuture;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Where transitions become durable.
+pub trait Store: Send + Sync + 'static {
+    /// The last committed snapshot, or `None` where the entity was never created.
+    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>>;
+    fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome>;
+    /// A command that was carried out before.
+    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>>;
+}
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("the store cannot be read: {reason}")]
+pub struct StoreError {
+    pub reason: String,
+}
+
+/// The other members of the cluster.
+pub trait Remote: Send + Sync + 'static {
+    /// Sends a command to whoever owns `shard`.
+    fn request(&self, shard: Shard, payload: Vec<u8>, timeout: Duration)
+    -> BoxFuture<'_, Result<Vec<u8>, RemoteError>>;
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RemoteError {
+    /// Nobody serves the shard at this moment; nothing was delivered.
+    #[error("nobody serves the shard")]
+    NoResponders,
+    /// It was sent; what became of it is not known.
+    #[error("no answer in time")]
+    TimedOut,
+    /// It could not be sent.
+    #[error("the bus cannot be reached: {0}")]
+    Unreachable(String),
+}
+
+/// What is worth doing at once when a commit stands. All of it may be lost.
+pub trait Effects: Send + Sync + 'static {
+    fn perform(&self, effect: Effect);
+}
+
+/// Time, chance and policy, as they are given to a decision.
+pub trait World: Send + Sync + 'static {
+    fn now(&self) -> Timestamp;
+    fn seed(&self) -> u128;
+    fn policy(&self) -> Arc<PolicyBook>;
+}
+
+/// A shard's term, as its owner holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Term {
+    pub shard: Shard,
+    pub epoch: Epoch,
+}

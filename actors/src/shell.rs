@@ -1,0 +1,430 @@
+//! The protocol that carries a command from an entity's mailbox to durable truth, as a synchronous machine: no task, clock or
+//! channel. [`crate::entity`] hosts it in ractor; a simulation can drive it without.
+//!
+//! ```text
+//! Loading ──loaded──▶ Ready ──decide──▶ Committing ──applied──▶ Ready            (reply, effects, next command)
+//!    ▲                  │                   ├──conflict──▶ Loading               (decide again)
+//!    │                  └─rejected─▶ Looking├──duplicate──▶ Ready                (the first reply again)
+//!    │                    (was it done      ├──refused, not applied──▶ Ready     (nothing changed)
+//!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or die and be loaded anew)
+//! ```
+//!
+//! Persist, then speak: no reply and no effect leaves before [`Outcome::Applied`] has come in. An input that nothing waits for is
+//! not looked at.
+
+use crate::ask::{Answer, Answered, AskError, Asked};
+use crate::ports::{StoreError, Term};
+use domain::authz::authorize;
+use domain::commit::{CommandRecord, Done, Snapshot, Timer};
+use domain::machine::Command as _;
+use domain::policy::PolicyBook;
+use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcome, Step, Timestamp};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use uuid::Uuid;
+
+/// A version that keeps moving under a decision is somebody else writing: after this many reloads the command is given back.
+const MOST_RELOADS: u8 = 3;
+
+/// A command on its way through the shell. `token` names the one who waits for the answer.
+#[derive(Clone, Debug)]
+pub struct Ask<M: Machine> {
+    pub token: u64,
+    pub command: M::Command,
+    pub asked: Asked,
+}
+
+/// What the host tells the shell.
+#[derive(Debug)]
+pub enum Input<M: Machine> {
+    Loaded(Result<Option<Snapshot>, StoreError>),
+    Ask(Ask<M>),
+    Committed(Outcome),
+    /// What was found of a command id.
+    Looked(Result<Option<Done>, StoreError>),
+    /// Nobody has needed the entity for a while.
+    Sleep,
+}
+
+/// What the shell wants of its host, in this order.
+#[derive(Debug)]
+pub enum Output<M: Machine> {
+    Load,
+    Commit(Box<Commit>),
+    LookUp(CommandId),
+    Reply(u64, Answer<M>),
+    Perform(Effect),
+    /// The entity is over, here: nobody has to worry.
+    Sleep,
+    /// What is true is not known here any more: load it anew.
+    Die(String),
+    /// The snapshot cannot be read. It must be looked at; loading it again would end the same way.
+    Park(String),
+}
+
+/// What the world is like when an input comes in.
+#[derive(Clone, Copy, Debug)]
+pub struct Now<'a> {
+    pub at: Timestamp,
+    pub seed: u128,
+    pub policy: &'a PolicyBook,
+}
+
+/// One entity's shell.
+#[derive(Debug)]
+pub struct Shell<M: Machine> {
+    id: Uuid,
+    term: Term,
+    state: Option<M>,
+    version: i64,
+    phase: Phase<M>,
+    waiting: VecDeque<Ask<M>>,
+}
+
+#[derive(Debug)]
+enum Phase<M: Machine> {
+    /// `reloads`: how often the first of the waiting commands has met a conflict.
+    Loading {
+        reloads: u8,
+    },
+    Ready {
+        reloads: u8,
+    },
+    Committing {
+        ask: Ask<M>,
+        next: Box<M>,
+        reply: M::Reply,
+        effects: Vec<Effect>,
+        reloads: u8,
+    },
+    Looking {
+        ask: Ask<M>,
+        rejection: M::Rejection,
+    },
+    Over,
+}
+
+/// What the machine made of a command.
+enum Decided<M: Machine> {
+    Rejected(M::Rejection),
+    Unchanged { reply: M::Reply, effects: Vec<Effect> },
+    Changed { commit: Box<Commit>, next: Box<M>, reply: M::Reply, effects: Vec<Effect> },
+}
+
+/// How a command came to its reply.
+enum How {
+    Written,
+    Unchanged,
+    Replayed,
+}
+
+impl<M: Machine> Shell<M> {
+    /// A shell that asks for its snapshot at once.
+    pub fn start(id: Uuid, term: Term) -> (Self, Output<M>) {
+        let shell = Self { id, term, state: None, version: 0, phase: Phase::Loading { reloads: 0 }, waiting: VecDeque::new() };
+        (shell, Output::Load)
+    }
+
+    /// Takes one input and says what is to be done, in order.
+    pub fn on(&mut self, input: Input<M>, now: Now<'_>) -> Vec<Output<M>> {
+        let mut out = Vec::new();
+        match input {
+            Input::Loaded(loaded) => self.loaded(loaded, &mut out),
+            Input::Ask(ask) => self.waiting.push_back(ask),
+            Input::Committed(outcome) => self.committed(outcome, &mut out),
+            Input::Looked(found) => self.looked(found, &mut out),
+            Input::Sleep => {
+                if matches!(self.phase, Phase::Ready { .. }) && self.waiting.is_empty() {
+                    self.over(Output::Sleep, &mut out);
+                }
+            }
+        }
+        self.work(now, &mut out);
+        out
+    }
+
+    /// The last committed state.
+    pub const fn state(&self) -> Option<&M> {
+        self.state.as_ref()
+    }
+
+    pub const fn version(&self) -> i64 {
+        self.version
+    }
+
+    fn entity(&self) -> EntityRef {
+        EntityRef { kind: M::KIND, id: self.id }
+    }
+
+    fn loaded(&mut self, loaded: Result<Option<Snapshot>, StoreError>, out: &mut Vec<Output<M>>) {
+        let Phase::Loading { reloads } = self.phase else { return };
+        match loaded {
+            Ok(None) => {
+                (self.state, self.version) = (None, 0);
+                self.phase = Phase::Ready { reloads };
+            }
+            Ok(Some(snapshot)) => match serde_json::from_str::<M>(&snapshot.body) {
+                Ok(state) => {
+                    (self.state, self.version) = (Some(state), snapshot.version);
+                    self.phase = Phase::Ready { reloads };
+                }
+                Err(error) => {
+                    let reason = format!("the snapshot of version {} cannot be read: {error}", snapshot.version);
+                    self.refuse_waiting(&AskError::Parked { reason: reason.clone() }, out);
+                    self.over(Output::Park(reason), out);
+                }
+            },
+            Err(error) => {
+                self.refuse_waiting(&AskError::Unavailable { reason: error.to_string() }, out);
+                self.over(Output::Die(error.to_string()), out);
+            }
+        }
+    }
+
+    /// Decides the waiting commands, until one of them has to be committed or looked up.
+    fn work(&mut self, now: Now<'_>, out: &mut Vec<Output<M>>) {
+        loop {
+            let reloads = match self.phase {
+                Phase::Ready { reloads } => reloads,
+                Phase::Loading { .. } | Phase::Committing { .. } | Phase::Looking { .. } => return,
+                Phase::Over => {
+                    self.refuse_waiting(&AskError::NotOwner, out);
+                    return;
+                }
+            };
+            self.phase = Phase::Ready { reloads: 0 };
+            let Some(ask) = self.waiting.pop_front() else { return };
+            if ask.asked.deadline < now.at {
+                let reason = "the command waited longer than its asker".to_owned();
+                out.push(Output::Reply(ask.token, Err(AskError::Unavailable { reason })));
+                continue;
+            }
+            self.decide(ask, reloads, now, out);
+        }
+    }
+
+    fn decide(&mut self, ask: Ask<M>, reloads: u8, now: Now<'_>, out: &mut Vec<Output<M>>) {
+        // Who asks is checked where it is decided, whatever way the command came.
+        if authorize(&ask.asked.by, ask.command.action()).is_err() {
+            out.push(Output::Reply(ask.token, Err(AskError::Denied)));
+            return;
+        }
+        // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
+        match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, now))) {
+            Ok(Ok(Decided::Rejected(rejection))) => match &ask.asked.command {
+                // It may be refused because it was carried out before: then its first reply is the answer.
+                Some(key) if key.keep_reply => {
+                    out.push(Output::LookUp(key.id));
+                    self.phase = Phase::Looking { ask, rejection };
+                }
+                Some(_) | None => out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection)))),
+            },
+            Ok(Ok(Decided::Unchanged { reply, effects })) => {
+                out.push(Output::Reply(ask.token, self.answer(reply, How::Unchanged)));
+                out.extend(effects.into_iter().map(Output::Perform));
+            }
+            Ok(Ok(Decided::Changed { commit, next, reply, effects })) => {
+                out.push(Output::Commit(commit));
+                self.phase = Phase::Committing { ask, next, reply, effects, reloads };
+            }
+            Ok(Err(error)) => {
+                let reason = format!("the next state cannot be written down: {error}");
+                out.push(Output::Reply(ask.token, Err(AskError::Broken { reason })));
+            }
+            Err(panic) => {
+                let reason = format!("{} panicked: {}", ask.command.name(), words_of(&*panic));
+                out.push(Output::Reply(ask.token, Err(AskError::Broken { reason: reason.clone() })));
+                self.die(reason, out);
+            }
+        }
+    }
+
+    /// Everything of a decision that the machine's own code has a part in.
+    fn consider(&self, ask: &Ask<M>, now: Now<'_>) -> Result<Decided<M>, serde_json::Error> {
+        let ctx = Ctx {
+            now: now.at,
+            policy: now.policy,
+            by: &ask.asked.by,
+            correlation_id: &ask.asked.correlation_id,
+            seed: now.seed,
+            id: self.id,
+            version: self.version,
+        };
+        let mut step = match M::decide(self.state.as_ref(), ask.command.clone(), &ctx) {
+            Ok(step) => step,
+            Err(rejection) => return Ok(Decided::Rejected(rejection)),
+        };
+        let Some(next) = step.next.take() else {
+            return Ok(Decided::Unchanged { reply: step.reply, effects: step.effects });
+        };
+        let commit = Box::new(self.commit(ask, &next, &step, &ctx)?);
+        Ok(Decided::Changed { commit, next: Box::new(next), reply: step.reply, effects: step.effects })
+    }
+
+    fn commit(&self, ask: &Ask<M>, next: &M, step: &Step<M>, ctx: &Ctx<'_>) -> Result<Commit, serde_json::Error> {
+        let command = match &ask.asked.command {
+            None => None,
+            Some(key) => Some(CommandRecord {
+                id: key.id,
+                digest: key.digest,
+                reply: if key.keep_reply { Some(serde_json::to_string(&step.reply)?) } else { None },
+                consumes: key.consumes,
+            }),
+        };
+        // Ids of events come after those that the machine took for itself.
+        let outbox = (1 << 32_u64..).zip(&step.events);
+        Ok(Commit {
+            entity: self.entity(),
+            shard: self.term.shard,
+            epoch: self.term.epoch,
+            expected_version: self.version,
+            snapshot: serde_json::to_string(next)?,
+            from_state: self.state.as_ref().map(Machine::state),
+            to_state: next.state(),
+            keys: next.keys(),
+            timer: timer_of(next),
+            at: ctx.now,
+            command_name: ask.command.name(),
+            why: step.why.clone(),
+            actor: ask.asked.by.to_string(),
+            correlation_id: ask.asked.correlation_id.clone(),
+            traceparent: ask.asked.traceparent.clone(),
+            audit: step.audit.clone(),
+            outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
+            command,
+        })
+    }
+
+    fn committed(&mut self, outcome: Outcome, out: &mut Vec<Output<M>>) {
+        let (ask, next, reply, effects, reloads) = match self.take_phase() {
+            Phase::Committing { ask, next, reply, effects, reloads } => (ask, next, reply, effects, reloads),
+            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Looking { .. } | Phase::Over) => {
+                self.phase = other;
+                return;
+            }
+        };
+        let refuse = |error, out: &mut Vec<Output<M>>| out.push(Output::Reply(ask.token, Err(error)));
+        match outcome {
+            Outcome::Applied => {
+                self.state = Some(*next);
+                self.version += 1;
+                out.push(Output::Reply(ask.token, self.answer(reply, How::Written)));
+                out.extend(effects.into_iter().map(Output::Perform));
+            }
+            Outcome::Conflict if reloads < MOST_RELOADS => {
+                self.waiting.push_front(ask);
+                self.phase = Phase::Loading { reloads: reloads + 1 };
+                out.push(Output::Load);
+            }
+            Outcome::Conflict => {
+                refuse(AskError::Unavailable { reason: "the entity keeps changing under the command".into() }, out);
+            }
+            Outcome::Duplicate(done) => out.push(Output::Reply(ask.token, self.repeated(&ask, done))),
+            Outcome::Refused { constraint } => refuse(AskError::Taken { constraint }, out),
+            Outcome::NotApplied { reason } => refuse(AskError::Unavailable { reason }, out),
+            Outcome::Fenced => {
+                refuse(AskError::NotOwner, out);
+                self.over(Output::Sleep, out);
+            }
+            Outcome::Unknown { reason } => {
+                refuse(AskError::Unknown { reason: reason.clone() }, out);
+                self.die(format!("a commit's outcome is unknown: {reason}"), out);
+            }
+        }
+    }
+
+    fn looked(&mut self, found: Result<Option<Done>, StoreError>, out: &mut Vec<Output<M>>) {
+        let (ask, rejection) = match self.take_phase() {
+            Phase::Looking { ask, rejection } => (ask, rejection),
+            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Committing { .. } | Phase::Over) => {
+                self.phase = other;
+                return;
+            }
+        };
+        let answer = match found {
+            Ok(Some(done)) => self.repeated(&ask, done),
+            Ok(None) => Err(AskError::Rejected(rejection)),
+            Err(error) => Err(AskError::Unavailable { reason: error.to_string() }),
+        };
+        out.push(Output::Reply(ask.token, answer));
+    }
+
+    /// The first reply to a command that came before.
+    fn repeated(&self, ask: &Ask<M>, done: Done) -> Answer<M> {
+        let same = ask.asked.command.as_ref().is_some_and(|key| key.digest == done.digest);
+        if !same {
+            return Err(AskError::Reused);
+        }
+        let Some(reply) = done.reply else {
+            return Err(AskError::AlreadyDone);
+        };
+        match serde_json::from_str(&reply) {
+            Ok(reply) => self.answer(reply, How::Replayed),
+            Err(error) => Err(AskError::Broken { reason: format!("the kept reply cannot be read: {error}") }),
+        }
+    }
+
+    const fn answer(&self, reply: M::Reply, how: How) -> Answer<M> {
+        let (replayed, written) = match how {
+            How::Written => (false, true),
+            How::Unchanged => (false, false),
+            How::Replayed => (true, false),
+        };
+        Ok(Answered { reply, replayed, written, version: self.version })
+    }
+
+    const fn take_phase(&mut self) -> Phase<M> {
+        std::mem::replace(&mut self.phase, Phase::Ready { reloads: 0 })
+    }
+
+    fn refuse_waiting(&mut self, error: &AskError<M::Rejection>, out: &mut Vec<Output<M>>) {
+        out.extend(self.waiting.drain(..).map(|ask| Output::Reply(ask.token, Err(error.clone()))));
+    }
+
+    fn die(&mut self, reason: String, out: &mut Vec<Output<M>>) {
+        let not_asked = "the entity is being loaded anew".to_owned();
+        self.refuse_waiting(&AskError::Unavailable { reason: not_asked }, out);
+        self.over(Output::Die(reason), out);
+    }
+
+    fn over(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
+        self.phase = Phase::Over;
+        self.refuse_waiting(&AskError::NotOwner, out);
+        out.push(last);
+    }
+}
+
+/// The row of the deadline index. Something overdue that time alone does not move is kept there to be seen, and not woken.
+fn timer_of<M: Machine>(entity: &M) -> Option<Timer> {
+    let deadline = entity.deadline();
+    let wake_at = entity.timer();
+    if deadline.is_none() && wake_at.is_none() {
+        return None;
+    }
+    Some(Timer {
+        wake_at: wake_at.unwrap_or(NEVER),
+        deadline_at: deadline.as_ref().map(|deadline| deadline.at),
+        reason: deadline.map(|deadline| deadline.reason).unwrap_or_default(),
+    })
+}
+
+/// What a panic said.
+fn words_of(panic: &(dyn Any + Send)) -> &str {
+    match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
+        (Some(words), _) => words,
+        (None, Some(words)) => words,
+        (None, None) => "without words",
+    }
+}
+
+/// Far enough away for every timer, near enough for every database: the year 9999.
+const NEVER: Timestamp = match Timestamp::from_timestamp(253_370_764_800, 0) {
+    Some(never) => never,
+    None => Timestamp::MAX_UTC,
+};
+
+#[cfg(test)]
+mod property;
+#[cfg(test)]
+mod tests;

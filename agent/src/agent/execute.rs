@@ -1,0 +1,332 @@
+//! The execution of a task and the delivery of its result.
+//!
+//! ```text
+//! accepted -> [waits for the allocation's task before it] -> started* -> effect -> done* -> reported       (* synced)
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use reqwest::StatusCode;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tracing::{Instrument as _, error, info, warn};
+use uuid::Uuid;
+use wire::proof::CleanupReport;
+use wire::task::{Envelope, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
+
+use super::poll::span_of;
+use super::{Agent, BACKOFF_BASE, Fatal, held};
+use crate::api::ApiError;
+use crate::backoff::Backoff;
+use crate::chain;
+use crate::executor::{Executor, Failure, Output};
+use crate::journal::{Ended, Line, Phase};
+use crate::plan::{Plan, plan};
+
+const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);
+
+/// How far this process is with an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Executing,
+    Reporting,
+}
+
+/// The tail of an allocation's queue: resolves when the task that holds the other end is over.
+pub(super) struct Lane {
+    last: (Uuid, u32),
+    over: oneshot::Receiver<()>,
+}
+
+/// A task's place in its allocation's queue. Dropping it lets the next one go on.
+struct Place {
+    before: Option<oneshot::Receiver<()>>,
+    _over: Option<oneshot::Sender<()>>,
+}
+
+impl Agent {
+    /// Goes on with what the journal says is unfinished.
+    pub(super) fn resume(self: &Arc<Self>) {
+        for record in self.journal.unreported() {
+            let payload = record.payload.clone();
+            let span = span_of(&payload, "");
+            let _entered = span.enter();
+            match plan(record.attempt, payload.task.is_idempotent(), Some(&record), false) {
+                Plan::Resend(result) => {
+                    info!("a result from before the restart is sent again");
+                    self.spawn_report(payload.task_id, result);
+                }
+                Plan::Execute if payload.expires_at <= Utc::now() => {
+                    warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
+                }
+                Plan::Execute => {
+                    info!(was_started = record.phase == Phase::Started, "a task from before the restart goes on");
+                    self.spawn_execution(payload, None);
+                }
+                Plan::OutcomeUnknown => self.spawn_unknown_outcome(payload),
+                Plan::UnderWay | Plan::Stale { .. } => {}
+            }
+        }
+    }
+
+    pub(super) fn is_under_way(&self, task_id: Uuid, attempt: u32) -> bool {
+        held(&self.under_way).contains_key(&(task_id, attempt))
+    }
+
+    /// Executes and reports beside the polling. `slot` bounds how many execute at once; a task from before a restart has
+    /// none yet.
+    pub(super) fn spawn_execution(self: &Arc<Self>, payload: TaskPayload, slot: Option<OwnedSemaphorePermit>) {
+        let agent = Arc::clone(self);
+        let key = (payload.task_id, payload.attempt);
+        held(&self.under_way).insert(key, Stage::Executing);
+        // Taken here, so that the order of arrival is the order of execution.
+        let place = self.queue_up(&payload);
+        let span = tracing::Span::current();
+        let span = if span.is_none() { span_of(&payload, "") } else { span };
+        self.tasks.spawn(
+            async move {
+                if let Some(result) = agent.execute(&payload, place, slot).await {
+                    agent.report(payload.task_id, result).await;
+                }
+                held(&agent.under_way).remove(&key);
+            }
+            .instrument(span),
+        );
+    }
+
+    /// Sends a stored result again, unless that is under way.
+    pub(super) fn spawn_report(self: &Arc<Self>, task_id: Uuid, result: TaskResult) {
+        let key = (task_id, result.attempt);
+        if held(&self.under_way).insert(key, Stage::Reporting).is_some() {
+            return;
+        }
+        let agent = Arc::clone(self);
+        self.tasks.spawn(
+            async move {
+                agent.report(task_id, result).await;
+                held(&agent.under_way).remove(&key);
+            }
+            .instrument(tracing::Span::current()),
+        );
+    }
+
+    /// Says of a task that must not happen twice that nobody knows whether it happened.
+    pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload) {
+        let failure = Failure::new("outcome_unknown", "the agent ended while the task was under way");
+        let now = Utc::now();
+        let result = outcome(&payload, Err(failure), now, now);
+        let agent = Arc::clone(self);
+        self.tasks.spawn(async move {
+            if agent.write(Line::Done { task_id: payload.task_id, result: result.clone() }).await {
+                agent.spawn_report(payload.task_id, result);
+            }
+        });
+    }
+
+    async fn execute(
+        &self,
+        payload: &TaskPayload,
+        mut place: Place,
+        slot: Option<OwnedSemaphorePermit>,
+    ) -> Option<TaskResult> {
+        if let Some(before) = place.before.take() {
+            // An error means that the one before is over too.
+            let _ = before.await;
+        }
+        let _slot = match slot {
+            Some(slot) => slot,
+            None => Arc::clone(&self.slots).acquire_owned().await.ok()?,
+        };
+        if self.stop.is_cancelled() {
+            return None;
+        }
+        let started_at = Utc::now();
+        if started_at >= payload.expires_at {
+            error!(error_code = "task_expired", "the task expired while it waited, and is not begun");
+            return None;
+        }
+        let (task_id, attempt) = (payload.task_id, payload.attempt);
+        if !self.write(Line::Started { task_id, attempt, at: started_at }).await {
+            return None;
+        }
+        info!("task started");
+        let done = self.do_task(payload).await;
+        let result = outcome(payload, done, started_at, Utc::now());
+        if !self.write(Line::Done { task_id, result: result.clone() }).await {
+            return None;
+        }
+        let duration_ms = (result.finished_at - result.started_at).num_milliseconds();
+        match &result.error {
+            None => info!(status = "succeeded", duration_ms, "task finished"),
+            Some(error) => {
+                warn!(status = "failed", duration_ms, error_code = error.code, error = error.message, "task finished");
+            }
+        }
+        held(&self.under_way).insert((task_id, attempt), Stage::Reporting);
+        Some(result)
+    }
+
+    async fn do_task(&self, payload: &TaskPayload) -> Result<Effect, Failure> {
+        let executor = Arc::clone(&self.executor);
+        let task = payload.task.clone();
+        let seal = Seal {
+            node_id: self.config.node_id,
+            task_id: payload.task_id,
+            attempt: payload.attempt,
+            boot_id: self.boot_id,
+            key: self.recovery_key.clone(),
+        };
+        tokio::task::spawn_blocking(move || match &task {
+            Task::Provision(provision) => executor.provision(provision).map(Effect::plain),
+            Task::Release(release) => seal.release(executor.as_ref(), release),
+            Task::Validate {} => executor.validate().map(Effect::plain),
+        })
+        .await
+        .unwrap_or_else(|panic| {
+            let message = format!("the executor ended without an answer: {panic}");
+            Err(Failure::new("executor_panicked", message))
+        })
+    }
+
+    /// Sends the result until it is recorded, or refused for good.
+    async fn report(&self, task_id: Uuid, result: TaskResult) {
+        let attempt = result.attempt;
+        let mut backoff = Backoff::new(BACKOFF_BASE, REPORT_BACKOFF_MAX);
+        let ended = loop {
+            let answer = tokio::select! {
+                answer = async { self.api().post_result(task_id, &result).await } => answer,
+                // A result that is on its way gets a last moment; what fails then waits in the journal.
+                () = self.stopped_for(Duration::from_secs(2)) => return,
+            };
+            match answer {
+                Ok(_) => break Ended::Recorded,
+                Err(error) if is_refused_for_good(&error) => {
+                    error!(
+                        error_code = error.code(),
+                        error = chain(&error),
+                        "the control plane will not take the result; giving it up"
+                    );
+                    break Ended::GivenUp;
+                }
+                Err(error) => {
+                    if !self.recover_from(error, "reporting the result", &mut backoff).await {
+                        return;
+                    }
+                }
+            }
+        };
+        self.write(Line::Reported { task_id, attempt, ended, at: Utc::now() }).await;
+    }
+
+    async fn stopped_for(&self, length: Duration) {
+        self.stop.cancelled().await;
+        tokio::time::sleep(length).await;
+    }
+
+    /// An agent that cannot write its journal must not act.
+    async fn write(&self, line: Line) -> bool {
+        match self.journal.append(line).await {
+            Ok(()) => true,
+            Err(error) => {
+                self.fail(Fatal::Journal(error));
+                false
+            }
+        }
+    }
+
+    fn queue_up(&self, payload: &TaskPayload) -> Place {
+        let Some(allocation_id) = payload.task.allocation_id() else { return Place { before: None, _over: None } };
+        let mut lanes = held(&self.lanes);
+        // Lanes whose last task is over are of no use to anybody.
+        lanes.retain(|_, lane| matches!(lane.over.try_recv(), Err(oneshot::error::TryRecvError::Empty)));
+        let (sender, over) = oneshot::channel();
+        let last = (payload.task_id, payload.attempt);
+        let before = lanes.insert(allocation_id, Lane { last, over });
+        if let Some(before) = &before {
+            info!(waits_for = %before.last.0, "the task waits for the allocation's task before it");
+        }
+        Place { before: before.map(|lane| lane.over), _over: Some(sender) }
+    }
+}
+
+/// What a task that did not fail outright came to.
+struct Effect {
+    output: Output,
+    proof: Option<Envelope>,
+    /// The effect is not what was asked for, though there is a proof of what it is.
+    shortfall: Option<Failure>,
+}
+
+impl Effect {
+    fn plain(output: Output) -> Self {
+        Self { output, proof: None, shortfall: None }
+    }
+}
+
+/// What binds a clean-up proof to its occasion.
+struct Seal {
+    node_id: Uuid,
+    task_id: Uuid,
+    attempt: u32,
+    boot_id: Uuid,
+    key: ed25519_dalek::SigningKey,
+}
+
+impl Seal {
+    fn release(&self, executor: &dyn Executor, task: &Release) -> Result<Effect, Failure> {
+        let released = executor.release(task)?;
+        let report = CleanupReport {
+            node_id: self.node_id,
+            allocation_id: task.allocation_id,
+            task_id: self.task_id,
+            attempt: self.attempt,
+            boot_id: self.boot_id,
+            checked_at: Utc::now(),
+            findings: released.findings,
+        };
+        let proof = report.seal(&self.key).map_err(|error| Failure::new("proof", error.to_string()))?;
+        let left: Vec<String> =
+            report.leftovers().map(|finding| format!("{:?} {}", finding.what, finding.looked_for)).collect();
+        let shortfall = (!report.is_clean())
+            .then(|| Failure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
+        Ok(Effect { output: released.output, proof: Some(proof), shortfall })
+    }
+}
+
+fn outcome(
+    payload: &TaskPayload,
+    done: Result<Effect, Failure>,
+    started_at: DateTime<Utc>,
+    finished_at: DateTime<Utc>,
+) -> TaskResult {
+    let (output, proof, failure) = match done {
+        Ok(effect) => (effect.output, effect.proof, effect.shortfall),
+        Err(failure) => (Output::new(), None, Some(failure)),
+    };
+    TaskResult {
+        attempt: payload.attempt,
+        status: if failure.is_none() { TaskStatus::Succeeded } else { TaskStatus::Failed },
+        output,
+        error: failure.map(|failure| TaskError { code: failure.code.to_owned(), message: failure.message }),
+        proof,
+        started_at,
+        finished_at,
+    }
+}
+
+/// Answers that no repetition of the same result changes: the attempt is over, the task is not this node's, or the result is
+/// malformed.
+fn is_refused_for_good(error: &ApiError) -> bool {
+    error.status().is_some_and(|status| {
+        matches!(
+            status,
+            StatusCode::CONFLICT
+                | StatusCode::NOT_FOUND
+                | StatusCode::GONE
+                | StatusCode::BAD_REQUEST
+                | StatusCode::PAYLOAD_TOO_LARGE
+                | StatusCode::UNPROCESSABLE_ENTITY
+        )
+    })
+}

@@ -1,0 +1,173 @@
+//! The task wait: ask, verify, decide, hand over, ask again.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+use tracing::{Instrument as _, error, info, info_span, warn};
+use wire::task::{OpenError, SignatureError, TaskPayload, TaskRefused, open};
+
+use super::{Agent, BACKOFF_BASE, Fatal, held};
+use crate::api::Received;
+use crate::backoff::Backoff;
+use crate::chain;
+use crate::journal::{JournalError, Line};
+use crate::plan::{Plan, plan};
+
+/// "No task" before this time is an answer of a server that does not wait, such as one that is being stopped.
+const TOO_SOON: Duration = Duration::from_millis(500);
+
+/// Longest pause after a poll that brought nothing to do; the next task may be a good one.
+const FRUITLESS_MAX: Duration = Duration::from_secs(2);
+
+/// Whether something was gained by a poll.
+#[derive(PartialEq, Eq)]
+enum Gain {
+    Task,
+    /// The task was refused, or is known; asking at once would bring it again.
+    Nothing,
+}
+
+impl Agent {
+    pub(super) async fn poll(self: &Arc<Self>) {
+        let settings = *self.poll_settings.borrow();
+        let mut backoff = Backoff::new(BACKOFF_BASE, Duration::from_secs(u64::from(settings.backoff_max_seconds)));
+        let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_MAX);
+        let mut is_polling = false;
+        loop {
+            // No task is asked for that could not be begun.
+            let slot = tokio::select! {
+                slot = Arc::clone(&self.slots).acquire_owned() => slot,
+                () = self.stop.cancelled() => return,
+            };
+            let Ok(slot) = slot else { return };
+            if !self.certificate_holds() {
+                return;
+            }
+            let settings = *self.poll_settings.borrow();
+            backoff.saturate_at(Duration::from_secs(u64::from(settings.backoff_max_seconds)));
+            let asked_at = Instant::now();
+            let api = self.api();
+            let answer = tokio::select! {
+                answer = api.wait_task(settings.timeout_seconds.clamp(1, 55)) => answer,
+                () = self.stop.cancelled() => return,
+            };
+            match answer {
+                Ok(received) => {
+                    if !std::mem::replace(&mut is_polling, true) {
+                        info!("polling");
+                    }
+                    let gain = match received {
+                        Some(received) => self.take(received, slot).await,
+                        None if asked_at.elapsed() < TOO_SOON => Gain::Nothing,
+                        None => Gain::Task,
+                    };
+                    backoff.reset();
+                    if gain == Gain::Task {
+                        fruitless.reset();
+                    } else if !self.pause(fruitless.next(rand::random(), None)).await {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    is_polling = false;
+                    if !self.recover_from(error, "polling", &mut backoff).await {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn take(self: &Arc<Self>, received: Received, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
+        let correlation_id = received.correlation_id.as_str();
+        let verifiers = held(&self.verifiers).clone();
+        let payload = match open(&received.envelope, &verifiers) {
+            Ok(payload) => payload,
+            Err(error) => {
+                error!(correlation_id, error_code = code_of(&error), error = chain(&error), "a task is refused");
+                if matches!(error, OpenError::Signature(SignatureError::UnknownKey)) {
+                    // The keys may have rotated; the answer to a heartbeat says so.
+                    self.beat_now.notify_one();
+                }
+                return Gain::Nothing;
+            }
+        };
+        let span = span_of(&payload, correlation_id);
+        self.take_verified(payload, slot).instrument(span).await
+    }
+
+    async fn take_verified(self: &Arc<Self>, payload: TaskPayload, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
+        if let Err(refused) = payload.check(self.config.node_id, Utc::now()) {
+            let error_code = match refused {
+                TaskRefused::ForAnotherNode { .. } => "task_for_another_node",
+                TaskRefused::Expired { .. } => "task_expired",
+            };
+            error!(error_code, error = chain(&refused), "a task is refused");
+            return Gain::Nothing;
+        }
+        let (task_id, attempt) = (payload.task_id, payload.attempt);
+        let record = self.journal.record(task_id);
+        let under_way = record.as_ref().is_some_and(|record| self.is_under_way(task_id, record.attempt));
+        match plan(attempt, payload.task.is_idempotent(), record.as_ref(), under_way) {
+            Plan::Execute => match self.journal.append(Line::Accepted { payload: payload.clone() }).await {
+                Ok(()) => {
+                    self.spawn_execution(payload, Some(slot));
+                    Gain::Task
+                }
+                Err(error) => self.lose_journal(error),
+            },
+            Plan::UnderWay => {
+                info!("the task is under way already");
+                Gain::Nothing
+            }
+            Plan::Resend(result) => {
+                info!("the task was done before: sending its result again");
+                self.spawn_report(task_id, result);
+                Gain::Nothing
+            }
+            Plan::Stale { begun } => {
+                warn!(begun, error_code = "stale_attempt", "an older attempt than the one begun is ignored");
+                Gain::Nothing
+            }
+            Plan::OutcomeUnknown => {
+                error!(error_code = "outcome_unknown", "the task began in an earlier life and must not happen twice");
+                self.spawn_unknown_outcome(payload);
+                Gain::Task
+            }
+        }
+    }
+
+    fn lose_journal(&self, error: JournalError) -> Gain {
+        self.fail(Fatal::Journal(error));
+        Gain::Nothing
+    }
+}
+
+pub(super) fn span_of(payload: &TaskPayload, correlation_id: &str) -> tracing::Span {
+    let span = info_span!(
+        "task",
+        task_id = %payload.task_id,
+        attempt = payload.attempt,
+        task_type = payload.task.kind(),
+        correlation_id = tracing::field::Empty,
+        allocation_id = tracing::field::Empty,
+    );
+    if !correlation_id.is_empty() {
+        span.record("correlation_id", correlation_id);
+    }
+    if let Some(allocation_id) = payload.task.allocation_id() {
+        span.record("allocation_id", tracing::field::display(allocation_id));
+    }
+    span
+}
+
+fn code_of(error: &OpenError) -> &'static str {
+    match error {
+        OpenError::Signature(SignatureError::UnknownKey) => "task_key_unknown",
+        OpenError::Signature(SignatureError::Mismatch) => "task_signature_invalid",
+        OpenError::NotATask { .. } => "not_a_task",
+        OpenError::UnknownKind { .. } => "task_kind_unknown",
+        OpenError::Malformed(_) => "task_malformed",
+    }
+}

@@ -1,0 +1,88 @@
+//! The certificate's renewal, from half of its life on.
+
+use std::time::Duration;
+
+use chrono::Utc;
+use tracing::info;
+use wire::enroll::RenewRequest;
+
+use super::{Agent, BACKOFF_BASE, Fatal};
+use crate::api::ApiError;
+use crate::backoff::Backoff;
+use crate::identity::Identity;
+
+const BACKOFF_MAX: Duration = Duration::from_secs(60);
+
+/// Why there is no new certificate yet.
+enum Failed {
+    Call(ApiError),
+    Fatal(Fatal),
+}
+
+impl From<Fatal> for Failed {
+    fn from(fatal: Fatal) -> Self {
+        Self::Fatal(fatal)
+    }
+}
+
+impl Agent {
+    pub(super) async fn renew(&self) {
+        loop {
+            let identity = self.identity();
+            let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
+            if !self.pause(wait).await || !self.renew_once().await {
+                return;
+            }
+        }
+    }
+
+    /// Tries until there is a new certificate. Returns whether the agent goes on.
+    async fn renew_once(&self) -> bool {
+        let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+        loop {
+            if !self.certificate_holds() {
+                return false;
+            }
+            let asked = tokio::select! {
+                asked = self.ask_for_renewal() => asked,
+                // The key waits on disk for the next start.
+                () = self.stop.cancelled() => return false,
+            };
+            match asked {
+                Ok(identity) => {
+                    info!(certificate_not_after = %identity.not_after, "certificate renewed");
+                    return true;
+                }
+                Err(Failed::Call(error)) => {
+                    if !self.recover_from(error, "renewing the certificate", &mut backoff).await {
+                        return false;
+                    }
+                }
+                Err(Failed::Fatal(fatal)) => {
+                    self.fail(fatal);
+                    return false;
+                }
+            }
+        }
+    }
+
+    async fn ask_for_renewal(&self) -> Result<Identity, Failed> {
+        let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
+        let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
+        let answer = self.api().renew(&request).await.map_err(Failed::Call)?;
+        let identity = self.identities.commit(&pending, &answer).map_err(Fatal::from)?;
+        self.take_identity(identity.clone()).map_err(Fatal::from)?;
+        self.follow_verifiers(&answer.verifier_sets);
+        Ok(identity)
+    }
+
+    /// Looks at the certificate's end before it is shown to anybody. An expired one ends the agent.
+    pub(super) fn certificate_holds(&self) -> bool {
+        let identity = self.identity();
+        let expired = identity.is_expired(Utc::now());
+        if expired {
+            self.fail(Fatal::CertificateExpired { not_after: identity.not_after });
+        }
+        !expired
+    }
+}

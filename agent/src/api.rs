@@ -1,0 +1,331 @@
+//! The node-facing API as the agent calls it: TLS to the bundle's CA alone, the node's certificate as client identity.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use reqwest::header::{HeaderMap, RETRY_AFTER};
+use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore};
+use secrecy::ExposeSecret as _;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use uuid::Uuid;
+use wire::enroll::{EnrollAnswer, EnrollRequest, RenewRequest};
+use wire::error::{Envelope as ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
+use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
+use wire::task::{Envelope, ResultAnswer, TaskResult};
+
+use crate::config::Config;
+use crate::identity::Identity;
+
+const CORRELATION_ID: &str = "x-correlation-id";
+const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// What a task wait may take beyond the time it asked for.
+const WAIT_MARGIN: Duration = Duration::from_secs(10);
+/// The longest answer that is read.
+const ANSWER_BYTES: usize = 4 * 1024 * 1024;
+
+/// A client of the node-facing API.
+#[derive(Debug, Clone)]
+pub struct Api {
+    client: Client,
+    base: String,
+}
+
+/// A task as it came in.
+#[derive(Debug, Clone)]
+pub struct Received {
+    pub envelope: Envelope,
+    pub correlation_id: String,
+}
+
+/// Why a call did not end with the answer that was hoped for.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiError {
+    #[error(
+        "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
+    )]
+    Untrusted(#[source] reqwest::Error),
+    #[error("the control plane could not be reached")]
+    Unreachable(#[source] reqwest::Error),
+    #[error("the control plane answered {status}{}", describe(.error.as_ref()))]
+    Refused { status: StatusCode, error: Option<ErrorEnvelope>, retry_after: Option<Duration> },
+    #[error("the control plane's answer is not understood: {why}")]
+    Unreadable { why: String },
+}
+
+fn describe(error: Option<&ErrorEnvelope>) -> String {
+    error.map_or_else(String::new, |error| {
+        let reason = error.reason().map(|reason| format!(" ({reason})")).unwrap_or_default();
+        format!(" {}{reason}: {} [correlation {}]", error.code, error.message, error.correlation_id)
+    })
+}
+
+impl ApiError {
+    /// How long the control plane asks to be left alone.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Refused { retry_after, .. } => *retry_after,
+            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+        }
+    }
+
+    /// The status, if there was an answer.
+    #[must_use]
+    pub fn status(&self) -> Option<StatusCode> {
+        match self {
+            Self::Refused { status, .. } => Some(*status),
+            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+        }
+    }
+
+    /// A code for the log field `error_code`.
+    #[must_use]
+    pub fn code(&self) -> &str {
+        match self {
+            Self::Untrusted(_) => "tls_untrusted",
+            Self::Unreachable(_) => "unreachable",
+            Self::Refused { error, .. } => error.as_ref().map_or("refused", |error| &error.code),
+            Self::Unreadable { .. } => "unreadable_answer",
+        }
+    }
+
+    /// Whether the node has left the inventory for good.
+    #[must_use]
+    pub fn is_node_removed(&self) -> bool {
+        match self {
+            Self::Refused { status, error: Some(error), .. } => {
+                *status == StatusCode::UNAUTHORIZED
+                    && error.code == INVALID_NODE_IDENTITY
+                    && error.reason() == Some(reason::NODE_REMOVED)
+            }
+            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+        }
+    }
+}
+
+/// Why no client can be made of the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    #[error("the CA bundle holds no usable certificate; install the bootstrap bundle again")]
+    CaBundle(#[source] Option<rustls::Error>),
+    #[error("the node's certificate and key cannot be used; ask an administrator to reissue the node's enrollment")]
+    Identity(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error("the HTTP client could not be made")]
+    Client(#[source] reqwest::Error),
+}
+
+impl Api {
+    /// A client without a certificate, for enrolling.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn anonymous(config: &Config) -> Result<Self, ClientError> {
+        Self::build(config, client_config(config)?.with_no_client_auth())
+    }
+
+    /// A client that speaks as the node.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn with_identity(config: &Config, identity: &Identity) -> Result<Self, ClientError> {
+        let chain = CertificateDer::pem_slice_iter(identity.certificate_chain_pem.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|error| ClientError::Identity(error.into()))?;
+        let key = PrivateKeyDer::from_pem_slice(identity.key_pem.expose_secret().as_bytes())
+            .map_err(|error| ClientError::Identity(error.into()))?;
+        let tls = client_config(config)?
+            .with_client_auth_cert(chain, key)
+            .map_err(|error| ClientError::Identity(error.into()))?;
+        Self::build(config, tls)
+    }
+
+    fn build(config: &Config, mut tls: ClientConfig) -> Result<Self, ClientError> {
+        tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        let client = Client::builder()
+            .tls_backend_preconfigured(tls)
+            // The node speaks to this one host: no proxy of the environment, no redirect.
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .connect_timeout(CONNECT_WITHIN)
+            .timeout(ANSWER_WITHIN)
+            // A replica that is gone without a word is noticed while a poll is parked on it.
+            .tcp_keepalive(Duration::from_secs(15))
+            .http2_keep_alive_interval(Duration::from_secs(10))
+            .http2_keep_alive_timeout(Duration::from_secs(5))
+            .http2_keep_alive_while_idle(true)
+            .user_agent(concat!("gpuaas-agent/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .map_err(ClientError::Client)?;
+        Ok(Self { client, base: format!("{}/internal/v1/nodes/{}", config.api_url, config.node_id) })
+    }
+
+    /// Spends the enrollment token.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, ApiError> {
+        self.post("enroll", request).await
+    }
+
+    /// Asks for a new certificate.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn renew(&self, request: &RenewRequest) -> Result<EnrollAnswer, ApiError> {
+        self.post("certificate/renew", request).await
+    }
+
+    /// Waits up to `timeout_seconds` (1 to 55) for a task.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn wait_task(&self, timeout_seconds: u32) -> Result<Option<Received>, ApiError> {
+        let within = Duration::from_secs(u64::from(timeout_seconds)) + WAIT_MARGIN;
+        let request =
+            self.request(Method::GET, "tasks/wait").query(&[("timeout_seconds", timeout_seconds)]).timeout(within);
+        let response = send(request).await?;
+        if response.status() == StatusCode::NO_CONTENT {
+            return Ok(None);
+        }
+        let correlation_id = header(response.headers(), CORRELATION_ID).unwrap_or_default();
+        Ok(Some(Received { envelope: read(response).await?, correlation_id }))
+    }
+
+    /// Reports a result.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn post_result(&self, task_id: Uuid, result: &TaskResult) -> Result<ResultAnswer, ApiError> {
+        self.post(&format!("tasks/{task_id}/result"), result).await
+    }
+
+    /// Says that the node lives, and how it is.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn heartbeat(&self, heartbeat: &Heartbeat) -> Result<HeartbeatAnswer, ApiError> {
+        self.post("heartbeat", heartbeat).await
+    }
+
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, format!("{}/{path}", self.base)).header(CORRELATION_ID, Uuid::now_v7().to_string())
+    }
+
+    async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ApiError> {
+        read(send(self.request(Method::POST, path).json(body)).await?).await
+    }
+}
+
+fn client_config(
+    config: &Config,
+) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, ClientError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(config.ca_bundle_pem.as_bytes()) {
+        let certificate = certificate.map_err(|_| ClientError::CaBundle(None))?;
+        roots.add(certificate).map_err(|error| ClientError::CaBundle(Some(error)))?;
+    }
+    if roots.is_empty() {
+        return Err(ClientError::CaBundle(None));
+    }
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| ClientError::CaBundle(Some(error)))?;
+    Ok(builder.with_root_certificates(roots))
+}
+
+async fn send(request: RequestBuilder) -> Result<Response, ApiError> {
+    let response = request.send().await.map_err(transport_error)?;
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    let retry_after =
+        header(response.headers(), RETRY_AFTER.as_str()).and_then(|text| parse_retry_after(&text, Utc::now()));
+    let error = body(response).await.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    Err(ApiError::Refused { status, error, retry_after })
+}
+
+async fn read<T: DeserializeOwned>(response: Response) -> Result<T, ApiError> {
+    let bytes = body(response).await?;
+    serde_json::from_slice(&bytes).map_err(|error| ApiError::Unreadable { why: error.to_string() })
+}
+
+async fn body(mut response: Response) -> Result<Vec<u8>, ApiError> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(transport_error)? {
+        if bytes.len() + chunk.len() > ANSWER_BYTES {
+            return Err(ApiError::Unreadable { why: format!("longer than {ANSWER_BYTES} bytes") });
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes)
+}
+
+fn transport_error(error: reqwest::Error) -> ApiError {
+    let mut cause = std::error::Error::source(&error);
+    while let Some(inner) = cause {
+        // hyper wraps TLS errors into I/O errors, whose source skips the wrapped error itself.
+        let wrapped = inner.downcast_ref::<std::io::Error>().and_then(|io| io.get_ref());
+        let tls = inner
+            .downcast_ref::<rustls::Error>()
+            .or_else(|| wrapped.and_then(|wrapped| wrapped.downcast_ref::<rustls::Error>()));
+        if let Some(rustls::Error::InvalidCertificate(_)) = tls {
+            return ApiError::Untrusted(error);
+        }
+        cause = inner.source();
+    }
+    ApiError::Unreachable(error)
+}
+
+fn header(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers.get(name)?.to_str().ok().map(str::to_owned)
+}
+
+/// RFC 9110 section 10.2.3: seconds or a date.
+fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
+    if let Ok(seconds) = text.trim().parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let at = DateTime::parse_from_rfc2822(text.trim()).ok()?.with_timezone(&Utc);
+    Some((at - now).to_std().unwrap_or(Duration::ZERO))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_after_is_read_as_seconds_or_as_a_date() {
+        let now = DateTime::parse_from_rfc3339("2026-11-21T08:00:00Z").unwrap().to_utc();
+        assert_eq!(parse_retry_after("7", now), Some(Duration::from_secs(7)));
+        let date = "Sat, 21 Nov 2026 08:00:30 GMT";
+        assert_eq!(parse_retry_after(date, now), Some(Duration::from_secs(30)));
+        assert_eq!(parse_retry_after(date, now + Duration::from_secs(60)), Some(Duration::ZERO));
+        assert_eq!(parse_retry_after("soon", now), None);
+    }
+
+    #[test]
+    fn only_the_one_reason_means_that_the_node_is_gone_for_good() {
+        let refused = |status: u16, code: &str, reason: &str| ApiError::Refused {
+            status: StatusCode::from_u16(status).unwrap(),
+            error: Some(ErrorEnvelope {
+                code: code.into(),
+                message: String::new(),
+                correlation_id: String::new(),
+                details: serde_json::json!({ "reason": reason }).as_object().unwrap().clone(),
+            }),
+            retry_after: None,
+        };
+        assert!(refused(401, INVALID_NODE_IDENTITY, reason::NODE_REMOVED).is_node_removed());
+        assert!(!refused(401, INVALID_NODE_IDENTITY, reason::NODE_FENCED).is_node_removed());
+        assert!(!refused(503, INVALID_NODE_IDENTITY, reason::NODE_REMOVED).is_node_removed());
+    }
+}

@@ -1,0 +1,346 @@
+//! What the agent has to know before it can speak: flags, environment, and the bootstrap bundle's environment file.
+//!
+//! A flag wins over the environment, the environment over the file. Secrets have no flag, since every user of a machine can
+//! read the flags of its processes.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Parser;
+use uuid::Uuid;
+use wire::bundle::{EnvFileError, Variables, fingerprint, names};
+use wire::keys::SetError;
+use wire::{Token, VerifierSet};
+
+use crate::gpus::SimulatedGpus;
+use crate::simulate::{Misbehaviour, SimulatedFailure};
+use crate::store::{self, StoreError};
+
+const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
+const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
+
+/// Agent of a GPU node: enrolls with the node's bootstrap bundle, polls for signed tasks and executes them.
+///
+/// Each SVC_ variable may stand in the environment or in the environment file of the bundle. The enrollment token
+/// (SVC_ENROLLMENT_TOKEN) is read from there alone.
+#[derive(Debug, Default, Parser)]
+#[command(name = "gpuaas-agent", version)]
+pub struct Flags {
+    /// Environment file of the bootstrap bundle [SVC_NODE_AGENT_ENV_FILE]
+    #[arg(long)]
+    pub env_file: Option<PathBuf>,
+    /// Node id [SVC_NODE_ID]
+    #[arg(long)]
+    pub node_id: Option<Uuid>,
+    /// Base URL of the node-facing API, https [SVC_API_URL]
+    #[arg(long)]
+    pub api_url: Option<String>,
+    /// Trust anchor for the API; written from the bundle when it is missing [SVC_CA_BUNDLE_PATH]
+    #[arg(long)]
+    pub ca_bundle_path: Option<PathBuf>,
+    /// Where the issuers of the node's certificate are written [SVC_NODE_CERT_CA_BUNDLE_PATH]
+    #[arg(long)]
+    pub node_cert_ca_bundle_path: Option<PathBuf>,
+    /// The node's certificate [SVC_CERT_PATH]
+    #[arg(long)]
+    pub cert_path: Option<PathBuf>,
+    /// The node's private key [SVC_KEY_PATH]
+    #[arg(long)]
+    pub key_path: Option<PathBuf>,
+    /// Public keys of task signatures: [key_id:][status:]base64, separated by commas [SVC_TASK_SIGNING_PUBKEYS]
+    #[arg(long)]
+    pub task_signing_pubkeys: Option<String>,
+    /// Folder of the journal, the identity and the allocations [SVC_NODE_AGENT_STATE_DIR, default /var/lib/gpuaas-agent]
+    #[arg(long)]
+    pub state_dir: Option<PathBuf>,
+    /// Tasks executed at once
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub max_concurrent_tasks: u16,
+    /// Filter of log events, in the syntax of RUST_LOG
+    #[arg(long, env = "RUST_LOG", default_value = "info")]
+    pub log: String,
+    /// Make up this many GPUs where there are none
+    #[arg(long)]
+    pub simulate_gpus: Option<u32>,
+    /// Model of the made-up GPUs
+    #[arg(long, default_value = "H100", requires = "simulate_gpus")]
+    pub gpu_model: String,
+    /// Memory of each made-up GPU
+    #[arg(long, default_value_t = 81_920, requires = "simulate_gpus")]
+    pub gpu_memory_mib: u64,
+    /// Simulated hardware that takes this long to provision
+    #[arg(long, default_value_t = 0, requires = "simulate_gpus")]
+    pub simulate_provision_delay_ms: u64,
+    /// Simulated hardware that fails one kind of task
+    #[arg(long, requires = "simulate_gpus")]
+    pub simulate_failure: Option<SimulatedFailure>,
+}
+
+/// A complete configuration.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub node_id: Uuid,
+    /// Needed until the node is enrolled.
+    pub enrollment_token: Option<Token>,
+    /// Without a slash at its end.
+    pub api_url: String,
+    /// Certificates that the API's server certificate has to chain to; no other root counts.
+    pub ca_bundle_pem: String,
+    pub node_cert_ca_bundle_path: PathBuf,
+    pub cert_path: PathBuf,
+    pub key_path: PathBuf,
+    /// The bundle's verifier keys, version 0.
+    pub verifier_set: VerifierSet,
+    pub state_dir: PathBuf,
+    pub max_concurrent_tasks: usize,
+    pub simulated_gpus: Option<SimulatedGpus>,
+    pub misbehaviour: Misbehaviour,
+}
+
+/// Why the agent cannot begin, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("the environment file {} is not there; write the bootstrap bundle to it, or name another with --env-file", .0.display())]
+    NoEnvFile(PathBuf),
+    #[error("the environment file {} cannot be used", path.display())]
+    EnvFile {
+        path: PathBuf,
+        #[source]
+        source: EnvFileError,
+    },
+    #[error(
+        "{name} is not set; take it from the node's bootstrap bundle (ask an administrator to reissue it if it is lost)"
+    )]
+    Missing { name: &'static str },
+    #[error("{name} is not {expected}")]
+    Value { name: &'static str, expected: &'static str },
+    #[error("SVC_TASK_SIGNING_PUBKEYS cannot be used; take it from the node's bootstrap bundle")]
+    Verifiers(#[from] SetError),
+    #[error(
+        "the CA bundle {} is not there and the environment has no SVC_CA_BUNDLE_PEM to write it from; install the bootstrap \
+         bundle again",
+        .0.display()
+    )]
+    NoCaBundle(PathBuf),
+    #[error(
+        "the CA bundle has fingerprint {found}, the bootstrap bundle says {expected}; if the bootstrap bundle is the newer one, \
+         remove {} to have it written again",
+        path.display()
+    )]
+    Fingerprint { path: PathBuf, found: String, expected: String },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl Config {
+    /// Puts the configuration together and writes the CA bundle's file if it is missing.
+    ///
+    /// # Errors
+    /// [`ConfigError`] says what is missing or wrong, and what to do.
+    pub fn gather(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
+        let sources = Sources::open(flags, &environment)?;
+        let state_dir = flags
+            .state_dir
+            .clone()
+            .or_else(|| sources.get(STATE_DIR).map(PathBuf::from))
+            .unwrap_or_else(|| PathBuf::from(DEFAULT_STATE_DIR));
+        let node_id = match flags.node_id {
+            Some(node_id) => node_id,
+            None => sources
+                .require(names::NODE_ID)?
+                .parse()
+                .map_err(|_| ConfigError::Value { name: names::NODE_ID, expected: "a UUID" })?,
+        };
+        let api_url = sources.flag_or(flags.api_url.as_ref(), names::API_URL)?;
+        let is_https = reqwest::Url::parse(&api_url).is_ok_and(|url| url.scheme() == "https" && url.has_host());
+        if !is_https {
+            return Err(ConfigError::Value { name: names::API_URL, expected: "an https URL" });
+        }
+        let keys = sources.flag_or(flags.task_signing_pubkeys.as_ref(), names::TASK_SIGNING_PUBKEYS)?;
+        let path = |flag: &Option<PathBuf>, name: &str, default: &str| {
+            flag.clone().or_else(|| sources.get(name).map(PathBuf::from)).unwrap_or_else(|| state_dir.join(default))
+        };
+        let ca_bundle_path = path(&flags.ca_bundle_path, names::CA_BUNDLE_PATH, "ca.pem");
+        Ok(Self {
+            node_id,
+            enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(Token::new),
+            api_url: api_url.trim_end_matches('/').to_owned(),
+            ca_bundle_pem: ca_bundle(
+                &ca_bundle_path,
+                sources.get(names::CA_BUNDLE_PEM),
+                sources.get(names::CA_BUNDLE_FINGERPRINT),
+            )?,
+            node_cert_ca_bundle_path: path(
+                &flags.node_cert_ca_bundle_path,
+                names::NODE_CERT_CA_BUNDLE_PATH,
+                "node-ca.pem",
+            ),
+            cert_path: path(&flags.cert_path, names::CERT_PATH, "node.pem"),
+            key_path: path(&flags.key_path, names::KEY_PATH, "node.key"),
+            verifier_set: VerifierSet::from_env_value(&keys)?,
+            max_concurrent_tasks: usize::from(flags.max_concurrent_tasks),
+            simulated_gpus: flags.simulate_gpus.map(|count| SimulatedGpus {
+                count,
+                model: flags.gpu_model.clone(),
+                memory_mib: flags.gpu_memory_mib,
+            }),
+            misbehaviour: Misbehaviour {
+                provision_delay: Duration::from_millis(flags.simulate_provision_delay_ms),
+                failure: flags.simulate_failure,
+            },
+            state_dir,
+        })
+    }
+}
+
+/// The environment, then the environment file. An empty value counts as none.
+struct Sources<'a> {
+    environment: &'a dyn Fn(&str) -> Option<String>,
+    file: Variables,
+}
+
+impl<'a> Sources<'a> {
+    fn open(flags: &Flags, environment: &'a dyn Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
+        let named = flags.env_file.clone().or_else(|| environment(names::ENV_FILE).map(PathBuf::from));
+        let Some(path) = named else { return Ok(Self { environment, file: Variables::default() }) };
+        let text = store::read_if_there(&path)?.ok_or_else(|| ConfigError::NoEnvFile(path.clone()))?;
+        let file = Variables::parse(&text).map_err(|source| ConfigError::EnvFile { path, source })?;
+        Ok(Self { environment, file })
+    }
+
+    fn get(&self, name: &str) -> Option<String> {
+        let from_file = || self.file.get(name).map(str::to_owned);
+        (self.environment)(name).filter(|value| !value.is_empty()).or_else(from_file).filter(|value| !value.is_empty())
+    }
+
+    fn require(&self, name: &'static str) -> Result<String, ConfigError> {
+        self.get(name).ok_or(ConfigError::Missing { name })
+    }
+
+    fn flag_or(&self, flag: Option<&String>, name: &'static str) -> Result<String, ConfigError> {
+        flag.map_or_else(|| self.require(name), |value| Ok(value.clone()))
+    }
+}
+
+fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, ConfigError> {
+    let (found, is_new) = match store::read_if_there(path)? {
+        Some(text) => (text, false),
+        None => (pem.ok_or_else(|| ConfigError::NoCaBundle(path.to_owned()))?, true),
+    };
+    if let Some(expected) = expected
+        && fingerprint(&found) != expected
+    {
+        return Err(ConfigError::Fingerprint { path: path.to_owned(), found: fingerprint(&found), expected });
+    }
+    if is_new {
+        store::write_atomically(path, found.as_bytes(), store::PUBLIC)?;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use clap::CommandFactory as _;
+    use wire::bundle::BootstrapBundle;
+    use wire::keys::PublicKey;
+
+    use super::*;
+
+    const CA: &str = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
+
+    fn bundle(folder: &Path) -> BootstrapBundle {
+        let key = ed25519_dalek::SigningKey::from_bytes(&[1; 32]);
+        let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+        BootstrapBundle {
+            node_id: Uuid::from_u128(5),
+            enrollment_token: Token::new("hunter2"),
+            api_url: "https://nodes.example.com/".into(),
+            task_signing_pubkeys: PublicKey::from(&key).to_string(),
+            ca_bundle_path: at("etc/ca.pem"),
+            node_cert_ca_bundle_path: at("etc/node-ca.pem"),
+            cert_path: at("etc/node.pem"),
+            key_path: at("etc/node.key"),
+            ca_bundle_pem: CA.into(),
+            ca_bundle_fingerprint: fingerprint(CA),
+            package: None,
+        }
+    }
+
+    fn gather(folder: &Path, text: &str) -> Result<Config, ConfigError> {
+        let path = folder.join("agent.env");
+        std::fs::write(&path, text).unwrap();
+        let state_dir = Some(folder.join("state"));
+        Config::gather(&Flags { env_file: Some(path), state_dir, max_concurrent_tasks: 1, ..Flags::default() }, |_| {
+            None
+        })
+    }
+
+    #[test]
+    fn the_flags_are_consistent() {
+        Flags::command().debug_assert();
+        for lonely in ["--simulate-provision-delay-ms=5", "--simulate-failure=release"] {
+            assert!(Flags::try_parse_from(["gpuaas-agent", lonely]).is_err(), "{lonely} without --simulate-gpus");
+            assert!(Flags::try_parse_from(["gpuaas-agent", lonely, "--simulate-gpus=1"]).is_ok());
+        }
+    }
+
+    #[test]
+    fn the_bundle_s_environment_file_is_all_that_is_needed_and_the_ca_is_written_from_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = gather(folder.path(), &bundle(folder.path()).to_env_file().unwrap()).unwrap();
+        assert_eq!(config.node_id, Uuid::from_u128(5));
+        assert_eq!(config.api_url, "https://nodes.example.com");
+        assert_eq!(config.ca_bundle_pem, CA);
+        assert_eq!(std::fs::read_to_string(folder.path().join("etc/ca.pem")).unwrap(), CA);
+        assert!(!format!("{config:?}").contains("hunter2"));
+    }
+
+    #[test]
+    fn a_flag_wins_over_the_environment_and_the_environment_over_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("agent.env");
+        std::fs::write(&path, bundle(folder.path()).to_env_file().unwrap()).unwrap();
+        let environment = |name: &str| match name {
+            "SVC_NODE_AGENT_ENV_FILE" => Some(path.to_str().unwrap().to_owned()),
+            "SVC_NODE_ID" => Some(Uuid::from_u128(6).to_string()),
+            "SVC_API_URL" => Some("https://environment".to_owned()),
+            _ => None,
+        };
+        let flags = Flags { api_url: Some("https://flag".to_owned()), ..Flags::default() };
+        let config = Config::gather(&flags, environment).unwrap();
+        assert_eq!((config.node_id, config.api_url.as_str()), (Uuid::from_u128(6), "https://flag"));
+    }
+
+    #[test]
+    fn a_ca_bundle_that_is_not_the_bundle_s_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = bundle(folder.path()).to_env_file().unwrap();
+        let altered = BootstrapBundle { ca_bundle_pem: "other".into(), ..bundle(folder.path()) };
+        let refused = gather(folder.path(), &altered.to_env_file().unwrap());
+        assert!(matches!(refused, Err(ConfigError::Fingerprint { .. })));
+        assert!(!folder.path().join("etc/ca.pem").exists());
+        std::fs::create_dir(folder.path().join("etc")).unwrap();
+        std::fs::write(folder.path().join("etc/ca.pem"), "stale").unwrap();
+        assert!(matches!(gather(folder.path(), &text), Err(ConfigError::Fingerprint { .. })));
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_is_named_with_what_to_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let whole = bundle(folder.path()).to_env_file().unwrap();
+        let without = |name: &str| {
+            let kept: Vec<&str> = whole.lines().filter(|line| !line.starts_with(&format!("{name}="))).collect();
+            kept.join("\n")
+        };
+        for name in ["SVC_NODE_ID", "SVC_API_URL", "SVC_TASK_SIGNING_PUBKEYS"] {
+            let error = gather(folder.path(), &without(name)).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("bundle"), "{error}");
+        }
+        let plain = whole.replace("https://", "http://");
+        assert!(matches!(gather(folder.path(), &plain), Err(ConfigError::Value { name: "SVC_API_URL", .. })));
+        assert!(matches!(gather(folder.path(), "A=$(b)"), Err(ConfigError::EnvFile { .. })));
+        let flags = Flags { env_file: Some(folder.path().join("absent")), ..Flags::default() };
+        assert!(matches!(Config::gather(&flags, |_| None), Err(ConfigError::NoEnvFile(_))));
+    }
+}

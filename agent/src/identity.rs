@@ -1,0 +1,484 @@
+//! Who this node is: its keys, its certificate, and whose tasks it trusts, all on disk.
+//!
+//! A certificate and its key are two files, and no file system renames two at once. So a new key waits in `pending.json`
+//! from before its CSR is sent; storing the certificate is the moment the identity changes; and an agent that died between
+//! the certificate and the key finishes the step when it starts. The old key stays until then. An answer that was lost is
+//! asked for again with the very same CSR.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use ed25519_dalek::SigningKey;
+use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
+use ed25519_dalek::pkcs8::{DecodePrivateKey as _, EncodePrivateKey as _};
+use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PublicKeyData as _};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use uuid::Uuid;
+use wire::enroll::{EnrollAnswer, Recovery};
+use wire::keys::SetError;
+use wire::{Token, VerifierSet, Verifiers};
+use x509_parser::extensions::GeneralName;
+
+use crate::config::Config;
+use crate::store::{self, StoreError};
+
+/// A certificate in force and its key.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// The leaf first, then its issuers.
+    pub certificate_chain_pem: String,
+    pub key_pem: SecretString,
+    pub not_before: DateTime<Utc>,
+    pub not_after: DateTime<Utc>,
+}
+
+impl Identity {
+    /// Whether the certificate's time is over.
+    #[must_use]
+    pub fn is_expired(&self, now: DateTime<Utc>) -> bool {
+        now >= self.not_after
+    }
+
+    /// When to renew: after half of its life and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
+    #[must_use]
+    pub fn renew_at(&self, chance: f64) -> DateTime<Utc> {
+        let life = (self.not_after - self.not_before).to_std().unwrap_or(Duration::ZERO);
+        self.not_before + life.mul_f64(0.5 + 0.1 * chance.clamp(0.0, 1.0))
+    }
+}
+
+/// What a new key is for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "for", rename_all = "snake_case")]
+enum Purpose {
+    /// First identity, with the token of this SHA-256.
+    Enroll {
+        token_sha256: String,
+    },
+    Renew,
+}
+
+/// A key whose certificate is asked for.
+#[derive(Serialize, Deserialize)]
+pub struct Pending {
+    #[serde(flatten)]
+    purpose: Purpose,
+    #[serde(serialize_with = "expose")]
+    key_pem: SecretString,
+    /// PKCS #10; sent unchanged as often as it takes.
+    pub csr_pem: String,
+}
+
+fn expose<S: serde::Serializer>(secret: &SecretString, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(secret.expose_secret())
+}
+
+/// Why the identity cannot be read, made or taken.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("{what} cannot be read; remove {} and ask an administrator to reissue the node's enrollment", path.display())]
+    Unreadable { what: &'static str, path: PathBuf, why: String },
+    #[error(
+        "the certificate {} does not belong to the key {}; remove both and ask an administrator to reissue the node's enrollment",
+        cert.display(),
+        key.display()
+    )]
+    KeyMismatch { cert: PathBuf, key: PathBuf },
+    #[error("the certificate that the control plane sent is not for this node: {why}")]
+    ForeignCertificate { why: &'static str },
+    #[error("a key could not be made")]
+    Key(#[source] rcgen::Error),
+    #[error("the trusted verifier keys cannot be used")]
+    Verifiers(#[from] SetError),
+}
+
+/// The identity's files.
+#[derive(Debug, Clone)]
+pub struct IdentityStore {
+    node_id: Uuid,
+    cert: PathBuf,
+    key: PathBuf,
+    node_ca: PathBuf,
+    folder: PathBuf,
+}
+
+impl IdentityStore {
+    /// The files that `config` names.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        Self {
+            node_id: config.node_id,
+            cert: config.cert_path.clone(),
+            key: config.key_path.clone(),
+            node_ca: config.node_cert_ca_bundle_path.clone(),
+            folder: config.state_dir.join("identity"),
+        }
+    }
+
+    /// The identity, if the node has one. Finishes a change that a crash interrupted.
+    ///
+    /// # Errors
+    /// [`IdentityError`] when the files do not fit together.
+    pub fn load(&self) -> Result<Option<Identity>, IdentityError> {
+        let Some(chain) = store::read_if_there(&self.cert)? else { return Ok(None) };
+        let certificate =
+            self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
+        if let Some(pending) = self.read_pending()?
+            && spki(&pending.key_pem).is_ok_and(|key| key == certificate.public_key)
+        {
+            return Ok(Some(self.finish(&pending, chain, &certificate)?));
+        }
+        let Some(key_pem) = store::read_if_there(&self.key)? else { return Ok(None) };
+        let key_pem = SecretString::from(key_pem);
+        let public_key =
+            spki(&key_pem).map_err(|error| self.unreadable("the node's key", &self.key, error.to_string()))?;
+        if public_key != certificate.public_key {
+            return Err(IdentityError::KeyMismatch { cert: self.cert.clone(), key: self.key.clone() });
+        }
+        Ok(Some(certificate.with(chain, key_pem)))
+    }
+
+    /// The key and CSR for a first identity: those that were sent with this token before, or new ones, stored.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn pending_enrollment(&self, token: &Token) -> Result<Pending, IdentityError> {
+        let token_sha256 = hex::encode(Sha256::digest(token.expose().as_bytes()));
+        self.pending(Purpose::Enroll { token_sha256 })
+    }
+
+    /// The key and CSR for a renewal: those that were sent before, or new ones, stored.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn pending_renewal(&self) -> Result<Pending, IdentityError> {
+        self.pending(Purpose::Renew)
+    }
+
+    fn pending(&self, purpose: Purpose) -> Result<Pending, IdentityError> {
+        if let Some(pending) = self.read_pending()?
+            && pending.purpose == purpose
+        {
+            return Ok(pending);
+        }
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(IdentityError::Key)?;
+        // The control plane takes the public key alone and writes the names itself.
+        let request = CertificateParams::default().serialize_request(&key).map_err(IdentityError::Key)?;
+        let csr_pem = request.pem().map_err(IdentityError::Key)?;
+        let pending = Pending { purpose, key_pem: SecretString::from(key.serialize_pem()), csr_pem };
+        self.write_json("pending.json", &pending)?;
+        Ok(pending)
+    }
+
+    /// Takes the certificate that was asked for with `pending`.
+    ///
+    /// # Errors
+    /// [`IdentityError::ForeignCertificate`] when it is for another key or node; the old identity is then unchanged.
+    pub fn commit(&self, pending: &Pending, answer: &EnrollAnswer) -> Result<Identity, IdentityError> {
+        let foreign = |why| IdentityError::ForeignCertificate { why };
+        let chain = joined(&answer.certificate_pem, &answer.chain_pem);
+        let certificate = self.parse(&chain).map_err(|_| foreign("it does not parse"))?;
+        if spki(&pending.key_pem).map_err(IdentityError::Key)? != certificate.public_key {
+            return Err(foreign("it certifies another key"));
+        }
+        if !certificate.names_node {
+            return Err(foreign("it does not name the node"));
+        }
+        self.write_json("recovery.json", &answer.recovery)?;
+        if !answer.chain_pem.trim().is_empty() {
+            store::write_atomically(&self.node_ca, answer.chain_pem.as_bytes(), store::PUBLIC)?;
+        }
+        store::write_atomically(&self.cert, chain.as_bytes(), store::PUBLIC)?;
+        self.finish(pending, chain, &certificate)
+    }
+
+    /// The certificate is stored; its key follows.
+    fn finish(&self, pending: &Pending, chain: String, certificate: &Certificate) -> Result<Identity, IdentityError> {
+        store::write_atomically(&self.key, pending.key_pem.expose_secret().as_bytes(), store::PRIVATE)?;
+        store::remove(&self.folder.join("pending.json"))?;
+        Ok(certificate.with(chain, pending.key_pem.clone()))
+    }
+
+    /// The Ed25519 key that signs clean-up proofs; made once.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn recovery_key(&self) -> Result<SigningKey, IdentityError> {
+        let path = self.folder.join("recovery.key");
+        if let Some(text) = store::read_if_there(&path)? {
+            return SigningKey::from_pkcs8_pem(&text)
+                .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()));
+        }
+        let mut seed = zeroizing_seed();
+        let key = SigningKey::from_bytes(&seed);
+        seed.fill(0);
+        let pem = key
+            .to_pkcs8_pem(LineEnding::LF)
+            .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()))?;
+        store::write_atomically(&path, pem.as_bytes(), store::PRIVATE)?;
+        Ok(key)
+    }
+
+    /// What the control plane said about recovering this identity.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn recovery(&self) -> Result<Option<Recovery>, IdentityError> {
+        self.read_json("recovery.json", "the recovery record")
+    }
+
+    /// The verifier set in force: the last one that was accepted, unless a new bundle was installed since.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn verifiers(&self, bundle: &VerifierSet) -> Result<Verifiers, IdentityError> {
+        let stored: Option<TrustedSets> = self.read_json("verifiers.json", "the trusted verifier keys")?;
+        let set = match stored {
+            Some(stored) if stored.bundle == *bundle => stored.current,
+            Some(_) | None => bundle.clone(),
+        };
+        Ok(Verifiers::trusting(set)?)
+    }
+
+    /// Keeps the set that was accepted.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn store_verifiers(&self, bundle: &VerifierSet, current: &VerifierSet) -> Result<(), IdentityError> {
+        self.write_json("verifiers.json", &TrustedSets { bundle: bundle.clone(), current: current.clone() })
+    }
+
+    fn read_pending(&self) -> Result<Option<Pending>, IdentityError> {
+        self.read_json("pending.json", "the key that is being certified")
+    }
+
+    fn read_json<T: for<'a> Deserialize<'a>>(
+        &self,
+        name: &str,
+        what: &'static str,
+    ) -> Result<Option<T>, IdentityError> {
+        let path = self.folder.join(name);
+        let Some(text) = store::read_if_there(&path)? else { return Ok(None) };
+        // serde_json's messages quote numbers and words of the text at most, and the key is neither.
+        serde_json::from_str(&text).map(Some).map_err(|error| self.unreadable(what, &path, error.to_string()))
+    }
+
+    fn write_json(&self, name: &str, value: &impl Serialize) -> Result<(), IdentityError> {
+        let path = self.folder.join(name);
+        store::private_folder(&self.folder)?;
+        let bytes = serde_json::to_vec(value).map_err(|error| self.unreadable("a record", &path, error.to_string()))?;
+        Ok(store::write_atomically(&path, &bytes, store::PRIVATE)?)
+    }
+
+    fn unreadable(&self, what: &'static str, path: &std::path::Path, why: String) -> IdentityError {
+        IdentityError::Unreadable { what, path: path.to_owned(), why }
+    }
+
+    fn parse(&self, chain_pem: &str) -> Result<Certificate, String> {
+        let (_, pem) = x509_parser::pem::parse_x509_pem(chain_pem.as_bytes()).map_err(|error| error.to_string())?;
+        let leaf = pem.parse_x509().map_err(|error| error.to_string())?;
+        let at = |seconds| DateTime::from_timestamp(seconds, 0).ok_or_else(|| "a time out of range".to_owned());
+        let suffix = format!("/node/{}", self.node_id);
+        let alternative = leaf.subject_alternative_name().map_err(|error| error.to_string())?;
+        let names_node = alternative.is_some_and(|names| {
+            let is_node = |name: &GeneralName<'_>| matches!(name, GeneralName::URI(uri) if uri.ends_with(&suffix));
+            names.value.general_names.iter().any(is_node)
+        });
+        Ok(Certificate {
+            public_key: leaf.public_key().raw.to_vec(),
+            not_before: at(leaf.validity().not_before.timestamp())?,
+            not_after: at(leaf.validity().not_after.timestamp())?,
+            names_node,
+        })
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct TrustedSets {
+    /// The bundle's set that `current` goes back to.
+    bundle: VerifierSet,
+    current: VerifierSet,
+}
+
+struct Certificate {
+    /// SubjectPublicKeyInfo, DER.
+    public_key: Vec<u8>,
+    not_before: DateTime<Utc>,
+    not_after: DateTime<Utc>,
+    names_node: bool,
+}
+
+impl Certificate {
+    fn with(&self, certificate_chain_pem: String, key_pem: SecretString) -> Identity {
+        Identity { certificate_chain_pem, key_pem, not_before: self.not_before, not_after: self.not_after }
+    }
+}
+
+fn spki(key_pem: &SecretString) -> Result<Vec<u8>, rcgen::Error> {
+    Ok(KeyPair::from_pem(key_pem.expose_secret())?.subject_public_key_info())
+}
+
+fn joined(certificate: &str, chain: &str) -> String {
+    let mut text = certificate.trim_end().to_owned();
+    text.push('\n');
+    if !chain.trim().is_empty() {
+        text.push_str(chain.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn zeroizing_seed() -> [u8; 32] {
+    rand::random()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::path::Path;
+
+    use rcgen::{BasicConstraints, CertificateSigningRequestParams, IsCa, Issuer, SanType};
+
+    use super::*;
+
+    const NODE: Uuid = Uuid::from_u128(5);
+
+    fn store_in(folder: &Path) -> IdentityStore {
+        IdentityStore {
+            node_id: NODE,
+            cert: folder.join("node.pem"),
+            key: folder.join("node.key"),
+            node_ca: folder.join("node-ca.pem"),
+            folder: folder.join("identity"),
+        }
+    }
+
+    fn answer(csr_pem: &str, node: Uuid) -> EnrollAnswer {
+        let ca_key = KeyPair::generate().unwrap();
+        let mut ca = CertificateParams::new(vec![]).unwrap();
+        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let ca_pem = ca.self_signed(&ca_key).unwrap().pem();
+        let issuer = Issuer::new(ca, ca_key);
+        let mut request = CertificateSigningRequestParams::from_pem(csr_pem).unwrap();
+        let uri = format!("spiffe://example/node/{node}");
+        request.params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
+        EnrollAnswer {
+            certificate_pem: request.signed_by(&issuer).unwrap().pem(),
+            chain_pem: ca_pem,
+            not_after: Utc::now(),
+            recovery: Recovery { identity_generation: 1, remaining: 5 },
+            verifier_sets: vec![],
+        }
+    }
+
+    #[test]
+    fn an_enrolled_identity_is_loaded_again_and_its_key_is_private() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        assert!(store.load().unwrap().is_none());
+        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
+        let loaded = store.load().unwrap().unwrap();
+        assert_eq!(loaded.certificate_chain_pem, identity.certificate_chain_pem);
+        assert_eq!(store.recovery().unwrap().unwrap().identity_generation, 1);
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&store.key), 0o600);
+        assert_eq!(mode(&store.folder), 0o700);
+        assert!(!store.folder.join("pending.json").exists());
+    }
+
+    #[test]
+    fn an_answer_that_was_lost_is_asked_for_with_the_same_csr_and_another_token_with_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        let first = store.pending_enrollment(&Token::new("one")).unwrap().csr_pem;
+        assert_eq!(store_in(folder.path()).pending_enrollment(&Token::new("one")).unwrap().csr_pem, first);
+        assert_ne!(store.pending_enrollment(&Token::new("two")).unwrap().csr_pem, first);
+    }
+
+    #[test]
+    fn a_crash_between_certificate_and_key_is_finished_at_the_next_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        let first = store.pending_enrollment(&Token::new("t")).unwrap();
+        store.commit(&first, &answer(&first.csr_pem, NODE)).unwrap();
+        let old_key = std::fs::read(&store.key).unwrap();
+
+        let renewal = store.pending_renewal().unwrap();
+        assert_eq!(std::fs::read(&store.key).unwrap(), old_key, "the old key stays until the certificate is there");
+        let sent = answer(&renewal.csr_pem, NODE);
+        std::fs::write(&store.cert, joined(&sent.certificate_pem, &sent.chain_pem)).unwrap();
+        let loaded = store.load().unwrap().unwrap();
+        assert_eq!(loaded.key_pem.expose_secret(), renewal.key_pem.expose_secret());
+        assert_ne!(std::fs::read(&store.key).unwrap(), old_key);
+        assert!(store.load().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_certificate_for_another_key_or_node_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        let other = store.pending_enrollment(&Token::new("other")).unwrap();
+        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        for sent in [answer(&other.csr_pem, NODE), answer(&pending.csr_pem, Uuid::from_u128(6))] {
+            let refused = store.commit(&pending, &sent);
+            assert!(matches!(refused, Err(IdentityError::ForeignCertificate { .. })));
+        }
+        assert!(store.load().unwrap().is_none());
+    }
+
+    #[test]
+    fn a_key_that_does_not_belong_to_the_certificate_is_said_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
+        std::fs::write(&store.key, KeyPair::generate().unwrap().serialize_pem()).unwrap();
+        assert!(matches!(store.load(), Err(IdentityError::KeyMismatch { .. })));
+        // What the reissue's restart command does.
+        std::fs::remove_file(&store.key).unwrap();
+        assert!(store.load().unwrap().is_none());
+    }
+
+    #[test]
+    fn the_recovery_key_is_made_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = store_in(folder.path()).recovery_key().unwrap();
+        assert_eq!(store_in(folder.path()).recovery_key().unwrap(), key);
+    }
+
+    #[test]
+    fn accepted_verifier_keys_are_kept_until_another_bundle_is_installed() {
+        use wire::keys::{KeyStatus, PublicKey, VerifierKey};
+        let folder = tempfile::tempdir().unwrap();
+        let store = store_in(folder.path());
+        let set = |seed: u8, version| VerifierSet {
+            version,
+            keys: vec![VerifierKey::new(PublicKey::from(&SigningKey::from_bytes(&[seed; 32])), KeyStatus::Active)],
+            signatures: vec![],
+        };
+        store.store_verifiers(&set(1, 0), &set(2, 4)).unwrap();
+        assert_eq!(store.verifiers(&set(1, 0)).unwrap().version(), 4);
+        assert_eq!(store.verifiers(&set(3, 0)).unwrap().version(), 0);
+    }
+
+    #[test]
+    fn renewal_falls_between_half_and_six_tenths_of_the_certificate_s_life() {
+        let not_before = Utc::now();
+        let identity = Identity {
+            certificate_chain_pem: String::new(),
+            key_pem: SecretString::from(String::new()),
+            not_before,
+            not_after: not_before + Duration::from_secs(1000),
+        };
+        assert_eq!(identity.renew_at(0.0), not_before + Duration::from_secs(500));
+        assert_eq!(identity.renew_at(1.0), not_before + Duration::from_secs(600));
+        assert!(identity.is_expired(identity.not_after) && !identity.is_expired(not_before));
+    }
+}

@@ -1,0 +1,477 @@
+//! What this agent has taken on, begun, done and reported, on disk, so that kill -9 at any moment loses no effect and
+//! repeats none that must not be repeated.
+//!
+//! Append-only JSON lines. A line that decides whether an effect may happen (`started`, `done`) is synced before the agent
+//! goes on; lines that wait together share one sync. A torn last line is what a crash leaves, and is dropped; a broken line
+//! elsewhere is damage, and stops the agent.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+
+use chrono::{DateTime, TimeDelta, Utc};
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
+use uuid::Uuid;
+use wire::task::{TaskPayload, TaskResult};
+
+use crate::store::{self, StoreError};
+
+/// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin is for
+/// clocks that are set back.
+const REMEMBERED_AFTER_EXPIRY: TimeDelta = TimeDelta::minutes(10);
+/// Lines beyond the needed ones before the file is rewritten.
+const SLACK_LINES: usize = 4096;
+/// Lines that share one sync at most.
+const BATCH: usize = 256;
+
+/// One task, at the latest attempt this agent has accepted.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    pub attempt: u32,
+    pub payload: TaskPayload,
+    pub phase: Phase,
+}
+
+/// How far an attempt has come.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Phase {
+    /// Verified; its effect has not begun.
+    Accepted,
+    /// Its effect may have begun.
+    Started,
+    /// Its effect is complete, or has failed; the control plane may not know.
+    Done(TaskResult),
+    /// The control plane has the result, or refuses to take it.
+    Reported(TaskResult),
+}
+
+/// One line of the file.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Line {
+    Accepted { payload: TaskPayload },
+    Started { task_id: Uuid, attempt: u32, at: DateTime<Utc> },
+    Done { task_id: Uuid, result: TaskResult },
+    Reported { task_id: Uuid, attempt: u32, ended: Ended, at: DateTime<Utc> },
+}
+
+/// How the reporting of a result ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ended {
+    /// The control plane has it.
+    Recorded,
+    /// The control plane will never take it.
+    GivenUp,
+}
+
+impl Line {
+    /// Whether the agent has to wait until the line is on disk for good.
+    fn is_durable(&self) -> bool {
+        match self {
+            Self::Started { .. } | Self::Done { .. } => true,
+            // Losing `accepted` means that the control plane dispatches again, losing `reported` that the result is sent
+            // twice; both are harmless.
+            Self::Accepted { .. } | Self::Reported { .. } => false,
+        }
+    }
+}
+
+/// Why the journal cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(
+        "line {line} of the journal {} is damaged; move the file away to start without it, and look at the node's allocations \
+         before giving it work",
+        path.display()
+    )]
+    Damaged {
+        line: usize,
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+    #[error("the journal could not be written")]
+    Write(#[source] Arc<io::Error>),
+    #[error("the journal's writer has ended")]
+    Closed,
+}
+
+type Records = BTreeMap<Uuid, Record>;
+type Written = oneshot::Sender<Result<(), JournalError>>;
+
+/// The journal of one agent. Cheap to share behind an `Arc`; its writer is a thread that ends with the last handle.
+#[derive(Debug)]
+pub struct Journal {
+    records: Arc<Mutex<Records>>,
+    writer: mpsc::Sender<(Line, Written)>,
+}
+
+impl Journal {
+    /// Opens or creates the journal at `path` and rewrites it without what is no longer needed at `now`.
+    ///
+    /// # Errors
+    /// [`JournalError`] when it cannot be read, or is damaged.
+    pub fn open(path: &Path, now: DateTime<Utc>) -> Result<Self, JournalError> {
+        let text = store::read_if_there(path)?.unwrap_or_default();
+        let mut records = read(&text, path)?;
+        records.retain(|_, record| is_needed(record, now));
+        let file = WriterFile::rewrite(path, &records)?;
+        let records = Arc::new(Mutex::new(records));
+        let (writer, lines) = mpsc::channel();
+        let shared = Arc::clone(&records);
+        std::thread::Builder::new()
+            .name("journal".to_owned())
+            .spawn(move || write_until_closed(file, &lines, &shared))
+            .map_err(|error| JournalError::Write(Arc::new(error)))?;
+        Ok(Self { records, writer })
+    }
+
+    /// What is known of a task.
+    #[must_use]
+    pub fn record(&self, task_id: Uuid) -> Option<Record> {
+        lock(&self.records).get(&task_id).cloned()
+    }
+
+    /// Tasks whose result the control plane does not have yet, oldest id first.
+    #[must_use]
+    pub fn unreported(&self) -> Vec<Record> {
+        let open = |record: &&Record| !matches!(record.phase, Phase::Reported(_));
+        lock(&self.records).values().filter(open).cloned().collect()
+    }
+
+    /// Appends a line. Returns when it is written, and on disk where an effect hangs on it.
+    ///
+    /// # Errors
+    /// [`JournalError`]; the caller must not go on as if the line were there.
+    pub async fn append(&self, line: Line) -> Result<(), JournalError> {
+        let (written, answer) = oneshot::channel();
+        self.writer.send((line, written)).map_err(|_| JournalError::Closed)?;
+        answer.await.map_err(|_| JournalError::Closed)?
+    }
+}
+
+fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
+    let mut records = Records::new();
+    // What follows the last line feed was being written when the agent died.
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    for (index, line) in whole.lines().enumerate() {
+        match serde_json::from_str(line) {
+            Ok(line) => apply(&mut records, line),
+            Err(source) => return Err(JournalError::Damaged { line: index + 1, path: path.to_owned(), source }),
+        }
+    }
+    Ok(records)
+}
+
+/// A line of an attempt that a later one has replaced changes nothing.
+fn apply(records: &mut Records, line: Line) {
+    match line {
+        Line::Accepted { payload } => {
+            let known = records.get(&payload.task_id).is_some_and(|record| record.attempt > payload.attempt);
+            if !known {
+                let record = Record { attempt: payload.attempt, payload, phase: Phase::Accepted };
+                records.insert(record.payload.task_id, record);
+            }
+        }
+        Line::Started { task_id, attempt, .. } => {
+            if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == attempt) {
+                record.phase = Phase::Started;
+            }
+        }
+        Line::Done { task_id, result } => {
+            if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == result.attempt) {
+                record.phase = Phase::Done(result);
+            }
+        }
+        Line::Reported { task_id, attempt, .. } => {
+            if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == attempt)
+                && let Phase::Done(result) = &record.phase
+            {
+                record.phase = Phase::Reported(result.clone());
+            }
+        }
+    }
+}
+
+fn is_needed(record: &Record, now: DateTime<Utc>) -> bool {
+    match record.phase {
+        Phase::Done(_) => true,
+        Phase::Accepted | Phase::Started | Phase::Reported(_) => {
+            record.payload.expires_at + REMEMBERED_AFTER_EXPIRY > now
+        }
+    }
+}
+
+fn lines_of(record: &Record) -> Vec<Line> {
+    let (task_id, attempt) = (record.payload.task_id, record.attempt);
+    let mut lines = vec![Line::Accepted { payload: record.payload.clone() }];
+    match &record.phase {
+        Phase::Accepted => {}
+        Phase::Started => lines.push(Line::Started { task_id, attempt, at: record.payload.issued_at }),
+        Phase::Done(result) => lines.push(Line::Done { task_id, result: result.clone() }),
+        Phase::Reported(result) => {
+            let at = result.finished_at;
+            lines.push(Line::Done { task_id, result: result.clone() });
+            lines.push(Line::Reported { task_id, attempt, ended: Ended::Recorded, at });
+        }
+    }
+    lines
+}
+
+fn encode(line: &Line, into: &mut Vec<u8>) -> io::Result<()> {
+    serde_json::to_writer(&mut *into, line)?;
+    into.push(b'\n');
+    Ok(())
+}
+
+struct WriterFile {
+    path: PathBuf,
+    file: File,
+    /// Bytes known to be whole lines.
+    length: u64,
+    lines: usize,
+}
+
+impl WriterFile {
+    fn rewrite(path: &Path, records: &Records) -> Result<Self, StoreError> {
+        let mut bytes = Vec::new();
+        let mut lines = 0;
+        for line in records.values().flat_map(lines_of) {
+            encode(&line, &mut bytes).map_err(StoreError::at("encode", path))?;
+            lines += 1;
+        }
+        store::write_atomically(path, &bytes, store::PRIVATE)?;
+        let file =
+            OpenOptions::new().append(true).mode(store::PRIVATE).open(path).map_err(StoreError::at("open", path))?;
+        Ok(Self { path: path.to_owned(), file, length: bytes.len() as u64, lines })
+    }
+
+    fn append(&mut self, batch: &[(Line, Written)]) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        for (line, _) in batch {
+            encode(line, &mut bytes)?;
+        }
+        let durable = batch.iter().any(|(line, _)| line.is_durable());
+        let wrote = self.file.write_all(&bytes).and_then(|()| if durable { self.file.sync_data() } else { Ok(()) });
+        match wrote {
+            Ok(()) => {
+                self.length += bytes.len() as u64;
+                self.lines += batch.len();
+                Ok(())
+            }
+            Err(error) => {
+                // Half a line must not become the beginning of the next one.
+                self.file.set_len(self.length)?;
+                Err(error)
+            }
+        }
+    }
+}
+
+fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(Line, Written)>, records: &Mutex<Records>) {
+    while let Ok(first) = lines.recv() {
+        let mut batch = vec![first];
+        batch.extend(lines.try_iter().take(BATCH - 1));
+        match file.append(&batch) {
+            Ok(()) => {
+                for (line, written) in batch {
+                    apply(&mut lock(records), line);
+                    // Nobody may be waiting any more; the line counts all the same.
+                    let _ = written.send(Ok(()));
+                }
+            }
+            Err(error) => {
+                let error = Arc::new(error);
+                for (_, written) in batch {
+                    let _ = written.send(Err(JournalError::Write(Arc::clone(&error))));
+                }
+            }
+        }
+        compact_if_long(&mut file, records);
+    }
+}
+
+fn compact_if_long(file: &mut WriterFile, records: &Mutex<Records>) {
+    let mut records = lock(records);
+    if file.lines < records.len() * 3 + SLACK_LINES {
+        return;
+    }
+    let now = Utc::now();
+    records.retain(|_, record| is_needed(record, now));
+    match WriterFile::rewrite(&file.path, &records) {
+        Ok(shorter) => *file = shorter,
+        // The long file is as good as the short one.
+        Err(error) => tracing::warn!(error = crate::chain(&error), "the journal could not be compacted"),
+    }
+}
+
+fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
+    records.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use std::fs;
+
+    use wire::task::{Task, TaskStatus};
+
+    use super::*;
+
+    fn payload(task: u128, attempt: u32, expires_at: DateTime<Utc>) -> TaskPayload {
+        TaskPayload {
+            node_id: Uuid::nil(),
+            task_id: Uuid::from_u128(task),
+            attempt,
+            issued_at: expires_at - TimeDelta::minutes(5),
+            expires_at,
+            task: Task::Validate {},
+        }
+    }
+
+    fn result(attempt: u32) -> TaskResult {
+        TaskResult {
+            attempt,
+            status: TaskStatus::Succeeded,
+            output: serde_json::Map::new(),
+            error: None,
+            proof: None,
+            started_at: DateTime::UNIX_EPOCH,
+            finished_at: DateTime::UNIX_EPOCH,
+        }
+    }
+
+    fn soon() -> DateTime<Utc> {
+        Utc::now() + TimeDelta::minutes(5)
+    }
+
+    async fn walk(journal: &Journal, task: u128, attempt: u32, steps: usize) {
+        let task_id = Uuid::from_u128(task);
+        let at = Utc::now();
+        let lines = [
+            Line::Accepted { payload: payload(task, attempt, soon()) },
+            Line::Started { task_id, attempt, at },
+            Line::Done { task_id, result: result(attempt) },
+            Line::Reported { task_id, attempt, ended: Ended::Recorded, at },
+        ];
+        for line in lines.into_iter().take(steps) {
+            journal.append(line).await.unwrap();
+        }
+    }
+
+    fn phase(journal: &Journal, task: u128) -> Phase {
+        journal.record(Uuid::from_u128(task)).unwrap().phase
+    }
+
+    #[tokio::test]
+    async fn each_phase_survives_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        for steps in 1..=4 {
+            walk(&journal, steps as u128, 1, steps).await;
+        }
+        drop(journal);
+        // Twice: the second time from the rewritten file.
+        for _ in 0..2 {
+            let journal = Journal::open(&path, Utc::now()).unwrap();
+            assert_eq!(phase(&journal, 1), Phase::Accepted);
+            assert_eq!(phase(&journal, 2), Phase::Started);
+            assert_eq!(phase(&journal, 3), Phase::Done(result(1)));
+            assert_eq!(phase(&journal, 4), Phase::Reported(result(1)));
+            assert_eq!(journal.unreported().len(), 3);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_file_cut_anywhere_opens_to_a_prefix_of_what_was_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        walk(&journal, 1, 1, 4).await;
+        drop(journal);
+        let whole = fs::read(&path).unwrap();
+        let mut phases = Vec::new();
+        for length in 0..=whole.len() {
+            fs::write(&path, &whole[..length]).unwrap();
+            let journal = Journal::open(&path, Utc::now()).unwrap();
+            phases.push(match journal.record(Uuid::from_u128(1)).map(|record| record.phase) {
+                None => 0,
+                Some(Phase::Accepted) => 1,
+                Some(Phase::Started) => 2,
+                Some(Phase::Done(_)) => 3,
+                Some(Phase::Reported(_)) => 4,
+            });
+        }
+        assert!(phases.is_sorted());
+        assert_eq!(phases.last(), Some(&4));
+    }
+
+    #[tokio::test]
+    async fn appending_after_a_torn_line_does_not_glue_two_lines_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        fs::write(&path, "{\"event\":\"acc").unwrap();
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        walk(&journal, 1, 1, 2).await;
+        drop(journal);
+        assert_eq!(phase(&Journal::open(&path, Utc::now()).unwrap(), 1), Phase::Started);
+    }
+
+    #[test]
+    fn a_broken_line_in_the_middle_is_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        fs::write(&path, "nonsense\n{}\n").unwrap();
+        assert!(matches!(Journal::open(&path, Utc::now()), Err(JournalError::Damaged { line: 1, .. })));
+    }
+
+    #[tokio::test]
+    async fn a_later_attempt_replaces_an_earlier_one_and_not_the_other_way_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        walk(&journal, 1, 1, 2).await;
+        walk(&journal, 1, 2, 2).await;
+        // The first attempt ends late.
+        let task_id = Uuid::from_u128(1);
+        journal.append(Line::Done { task_id, result: result(1) }).await.unwrap();
+        assert_eq!(phase(&journal, 1), Phase::Started);
+        walk(&journal, 1, 1, 1).await;
+        assert_eq!(journal.record(task_id).unwrap().attempt, 2);
+    }
+
+    #[tokio::test]
+    async fn only_what_may_still_come_again_is_remembered() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        walk(&journal, 1, 1, 4).await;
+        walk(&journal, 2, 1, 3).await;
+        drop(journal);
+        let journal = Journal::open(&path, soon() + TimeDelta::hours(1)).unwrap();
+        assert_eq!(journal.record(Uuid::from_u128(1)), None);
+        // Its result was never delivered.
+        assert_eq!(phase(&journal, 2), Phase::Done(result(1)));
+    }
+
+    #[tokio::test]
+    async fn a_long_journal_is_rewritten_while_it_is_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        walk(&journal, 1, 1, 1).await;
+        let line = Line::Accepted { payload: payload(1, 1, soon()) };
+        for _ in 0..SLACK_LINES + 10 {
+            journal.append(line.clone()).await.unwrap();
+        }
+        assert!(fs::read_to_string(&path).unwrap().lines().count() < 100);
+        assert_eq!(phase(&journal, 1), Phase::Accepted);
+    }
+}

@@ -1,0 +1,314 @@
+//! The agent as a process against a control plane of this process, over mutual TLS.
+#![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
+
+mod fake;
+
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use chrono::{TimeDelta, Utc};
+use ed25519_dalek::SigningKey;
+use nix::sys::signal::Signal;
+use serde_json::json;
+use tokio::time::sleep;
+use uuid::Uuid;
+use wire::PublicKey;
+use wire::bundle::{BootstrapBundle, fingerprint};
+use wire::inventory::{ExecutorKind, GpuSource};
+use wire::proof::CleanupReport;
+use wire::task::{Task, TaskPayload, TaskStatus, sign};
+
+use fake::{AgentProcess, Fake, TOKEN, authority, enrolled, eventually};
+
+#[tokio::test]
+async fn a_node_enrolls_makes_an_allocation_and_proves_that_it_is_gone() {
+    let (fake, folder, mut agent) = enrolled(&[]).await;
+    let allocation_id = Uuid::now_v7();
+    let provision = fake.provision(allocation_id);
+    fake.dispatch(&provision);
+    let made = fake.result_of(provision.task_id).await;
+    assert_eq!(made.status, TaskStatus::Succeeded, "{made:?}");
+    let home = made.output["home"].as_str().unwrap().to_owned();
+    assert!(std::path::Path::new(&home).is_dir());
+
+    let release = fake.release(allocation_id);
+    fake.dispatch(&release);
+    let gone = fake.result_of(release.task_id).await;
+    assert_eq!(gone.status, TaskStatus::Succeeded, "{gone:?}");
+    let recovery_key = fake.seen().recovery_key.unwrap();
+    let report = CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap();
+    assert!(report.is_clean());
+    let bound = (report.node_id, report.allocation_id, report.task_id, report.attempt);
+    assert_eq!(bound, (fake.node_id, allocation_id, release.task_id, 1));
+    let boot_id = fake.seen().heartbeats[0].boot_id;
+    assert_eq!(report.boot_id, boot_id);
+    assert!(!std::path::Path::new(&home).exists());
+    assert!(folder.path().join("etc/node-ca.pem").exists());
+    {
+        let seen = fake.seen();
+        let inventory = &seen.heartbeats[0].inventory;
+        assert_eq!((inventory.gpu_source, inventory.executor), (GpuSource::Simulated, ExecutorKind::Sandbox));
+        assert_eq!(inventory.gpus.len(), 2);
+    }
+
+    agent.signal(Signal::SIGTERM);
+    assert_eq!(agent.exit().await.code(), Some(0));
+    for message in ["enrolled", "polling", "task started", "task finished", "stopped"] {
+        assert!(agent.count(message) > 0, "no line says {message:?}");
+    }
+    for line in agent.lines() {
+        assert_eq!(line["service"], "node-agent");
+        assert_eq!(line["node_id"], fake.node_id.to_string());
+        assert_ne!(line["level"], "ERROR", "{line}");
+    }
+    let started = agent.lines().into_iter().find(|line| line["message"] == "task started").unwrap();
+    assert_eq!(started["task_id"], provision.task_id.to_string());
+    assert_eq!(started["allocation_id"], allocation_id.to_string());
+    assert!(!std::fs::read_to_string(&agent.log).unwrap().contains(TOKEN));
+}
+
+#[tokio::test]
+async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_the_next_one_is_done() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    let good = || fake.payload(Task::Validate {});
+    let mut altered = fake.sign(&good());
+    let position = altered.payload.len() / 2;
+    altered.payload[position] ^= 1;
+    fake.dispatch_envelope(altered);
+    let stranger = SigningKey::from_bytes(&[66; 32]);
+    fake.dispatch_envelope(sign(&stranger, &PublicKey::from(&stranger).key_id(), &good()).unwrap());
+    // A trusted name on a stranger's signature.
+    fake.dispatch_envelope(sign(&stranger, &PublicKey::from(&fake.signer).key_id(), &good()).unwrap());
+    fake.dispatch(&TaskPayload { expires_at: Utc::now() - TimeDelta::seconds(1), ..good() });
+    fake.dispatch(&TaskPayload { node_id: Uuid::now_v7(), ..good() });
+    let last = good();
+    fake.dispatch(&last);
+
+    assert_eq!(fake.result_of(last.task_id).await.status, TaskStatus::Succeeded);
+    assert_eq!(fake.seen().results.len(), 1);
+    assert_eq!(agent.count("task started"), 1);
+    for code in ["task_signature_invalid", "task_key_unknown", "task_expired", "task_for_another_node"] {
+        assert!(agent.has_code(code), "no line has code {code}");
+    }
+}
+
+#[tokio::test]
+async fn a_replayed_task_gets_the_stored_result_and_a_higher_attempt_is_executed() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    let first = fake.result_of(task.task_id).await;
+    fake.dispatch(&task);
+    eventually(|| (fake.seen().results.len() == 2).then_some(())).await;
+    assert_eq!(fake.seen().results[1].1, first);
+    assert_eq!(agent.count("task started"), 1);
+
+    let again = TaskPayload { attempt: 2, ..task };
+    fake.dispatch(&again);
+    eventually(|| fake.seen().results.iter().any(|result| result.1.attempt == 2).then_some(())).await;
+    assert_eq!(agent.count("task started"), 2);
+}
+
+#[tokio::test]
+async fn after_kill_9_between_effect_and_result_the_stored_result_is_sent_and_nothing_is_done_twice() {
+    let (fake, folder, agent) = enrolled(&[]).await;
+    fake.behave().results = StatusCode::SERVICE_UNAVAILABLE;
+    let task = fake.provision(Uuid::now_v7());
+    fake.dispatch(&task);
+    let lost = eventually(|| fake.seen().results.first().map(|result| result.1.clone())).await;
+    agent.kill_9();
+
+    fake.behave().results = StatusCode::OK;
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    assert_eq!(fake.result_of(task.task_id).await, lost);
+    assert_eq!(agent.count("task started"), 0);
+    assert_eq!(agent.count("enrolled"), 0);
+    assert_eq!(fake.seen().csrs.len(), 1);
+}
+
+#[tokio::test]
+async fn after_kill_9_in_the_middle_of_an_effect_the_task_is_executed_again() {
+    let (fake, folder, agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
+    let task = fake.provision(Uuid::now_v7());
+    fake.dispatch(&task);
+    agent.says("task started").await;
+    agent.kill_9();
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    assert_eq!(agent.count("task started"), 1);
+}
+
+#[tokio::test]
+async fn polling_and_other_tasks_go_on_while_one_task_takes_long() {
+    let (fake, _folder, _agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
+    let slow = fake.provision(Uuid::now_v7());
+    fake.dispatch(&slow);
+    let quick = fake.payload(Task::Validate {});
+    fake.dispatch(&quick);
+    fake.result_of(quick.task_id).await;
+    let running = eventually(|| fake.seen().heartbeats.last()?.running.first().copied()).await;
+    assert_eq!((running.task_id, running.attempt), (slow.task_id, 1));
+}
+
+#[tokio::test]
+async fn a_release_that_comes_during_the_provisioning_waits_for_its_end() {
+    let (fake, _folder, _agent) = enrolled(&["--simulate-provision-delay-ms", "300"]).await;
+    let allocation_id = Uuid::now_v7();
+    let (provision, release) = (fake.provision(allocation_id), fake.release(allocation_id));
+    fake.dispatch(&provision);
+    fake.dispatch(&release);
+    let gone = fake.result_of(release.task_id).await;
+    let made = fake.result_of(provision.task_id).await;
+    assert!(made.finished_at <= gone.started_at);
+    let home = made.output["home"].as_str().unwrap();
+    assert!(!std::path::Path::new(home).exists(), "nothing is left of it");
+}
+
+#[tokio::test]
+async fn a_failing_machine_is_reported_with_its_code() {
+    let (fake, _folder, _agent) = enrolled(&["--simulate-failure", "release"]).await;
+    let task = fake.release(Uuid::now_v7());
+    fake.dispatch(&task);
+    let failed = fake.result_of(task.task_id).await;
+    assert_eq!(failed.status, TaskStatus::Failed);
+    assert_eq!((failed.error.unwrap().code.as_str(), failed.proof), ("simulated_failure", None));
+}
+
+#[tokio::test]
+async fn a_result_that_the_control_plane_refuses_for_good_is_given_up_loudly_and_not_sent_after_a_restart() {
+    let (fake, folder, agent) = enrolled(&[]).await;
+    fake.behave().results = StatusCode::CONFLICT;
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    agent.complains_of("stale_attempt").await;
+    sleep(Duration::from_millis(100)).await;
+    agent.kill_9();
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.says("polling").await;
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(fake.seen().results.len(), 1);
+}
+
+#[tokio::test]
+async fn an_enroll_answer_that_was_lost_is_asked_for_with_the_same_csr_also_after_kill_9() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    fake.behave().lose_enroll_answers = usize::MAX;
+    let bundle = fake.bundle(folder.path());
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    eventually(|| (fake.seen().csrs.len() >= 2).then_some(())).await;
+    agent.kill_9();
+    fake.behave().lose_enroll_answers = 0;
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.says("enrolled").await;
+    let seen = fake.seen();
+    assert!(seen.csrs.iter().all(|csr| *csr == seen.csrs[0]));
+}
+
+#[tokio::test]
+async fn a_control_plane_of_another_ca_never_sees_the_token() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    let (_, other_ca) = authority();
+    let bundle = BootstrapBundle {
+        ca_bundle_fingerprint: fingerprint(&other_ca),
+        ca_bundle_pem: other_ca,
+        ..fake.bundle(folder.path())
+    };
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.complains_of("tls_untrusted").await;
+    assert!(fake.seen().csrs.is_empty());
+}
+
+#[tokio::test]
+async fn a_refused_token_and_a_missing_token_end_the_agent_with_what_to_do() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    fake.behave().refuse_enrollment = true;
+    let bundle = fake.bundle(folder.path());
+    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    assert_eq!(agent.exit().await.code(), Some(3));
+    let last = agent.lines().pop().unwrap();
+    assert_eq!(last["error_code"], "enrollment_rejected");
+    assert!(last["error"].as_str().unwrap().contains("reissue"), "{last}");
+
+    let bundle = BootstrapBundle { enrollment_token: wire::Token::new(""), ..bundle };
+    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    assert_eq!(agent.exit().await.code(), Some(3));
+    assert!(agent.has_code("no_enrollment_token"));
+}
+
+#[tokio::test]
+async fn a_removed_node_s_agent_ends_with_a_code_of_its_own() {
+    let (fake, _folder, mut agent) = enrolled(&[]).await;
+    fake.behave().node_removed = true;
+    assert_eq!(agent.exit().await.code(), Some(4));
+    assert!(agent.has_code("node_removed"));
+}
+
+#[tokio::test]
+async fn a_certificate_is_renewed_in_its_second_half_and_used_from_then_on() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    fake.behave().certificate_life = TimeDelta::seconds(6);
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    eventually(|| (fake.seen().certificates.len() >= 2).then_some(())).await;
+    assert!(fake.seen().renewals >= 1);
+    assert!(!agent.has_code("certificate_expired"));
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    fake.result_of(task.task_id).await;
+}
+
+#[tokio::test]
+async fn an_expired_certificate_ends_the_agent_with_what_to_do() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    fake.behave().certificate_life = TimeDelta::seconds(3);
+    let bundle = fake.bundle(folder.path());
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.says("enrolled").await;
+    agent.kill_9();
+    sleep(Duration::from_secs(4)).await;
+    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    assert_eq!(agent.exit().await.code(), Some(5));
+    let last = agent.lines().pop().unwrap();
+    assert!(last["error"].as_str().unwrap().contains("reissue"), "{last}");
+
+    // What the reissue's restart command does: a new token, no certificate, no key.
+    std::fs::remove_file(folder.path().join("etc/node.pem")).unwrap();
+    std::fs::remove_file(folder.path().join("etc/node.key")).unwrap();
+    fake.behave().certificate_life = TimeDelta::hours(1);
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.says("polling").await;
+}
+
+#[tokio::test]
+async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
+    let (mut fake, folder, agent) = enrolled(&[]).await;
+    let (second, third) = (SigningKey::from_bytes(&[2; 32]), SigningKey::from_bytes(&[3; 32]));
+    fake.behave().verifier_sets = vec![Fake::rotation(1, &second, &fake.signer), Fake::rotation(2, &third, &second)];
+    agent.says("task-signing keys rotated").await;
+    agent.kill_9();
+
+    let bundle = fake.bundle(folder.path());
+    fake.signer = third;
+    let _agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    fake.result_of(task.task_id).await;
+    eventually(|| (fake.seen().heartbeats.last()?.verifier_set_version == 2).then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_second_agent_on_the_same_state_does_not_run() {
+    let (fake, folder, _agent) = enrolled(&[]).await;
+    let mut second = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    assert_eq!(second.exit().await.code(), Some(7));
+}
+
+#[tokio::test]
+async fn a_wrong_configuration_is_said_so_on_one_json_line() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    let bundle = BootstrapBundle { api_url: "http://plain".into(), ..fake.bundle(folder.path()) };
+    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    assert_eq!(agent.exit().await.code(), Some(2));
+    let last = agent.lines().pop().unwrap();
+    assert_eq!(last["error_code"], json!("configuration"));
+    assert!(last["error"].as_str().unwrap().contains("SVC_API_URL"));
+}

@@ -1,0 +1,439 @@
+//! A control plane in this process, as far as an agent sees it: real TLS, real client certificates, real signatures.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use axum::extract::{Path as UrlPath, Request, State};
+use axum::http::StatusCode;
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use chrono::{TimeDelta, Utc};
+use ed25519_dalek::SigningKey;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::service::TowerToHyperService;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, SanType,
+};
+use rustls::RootCertStore;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use uuid::Uuid;
+use wire::bundle::{BootstrapBundle, fingerprint};
+use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
+use wire::keys::{KeyStatus, VerifierKey};
+use wire::task::{Device, Envelope, Provision, Recorded, Release, ResultAnswer, Task, TaskPayload, TaskResult, sign};
+use wire::{PublicKey, Token, VerifierSet};
+
+pub const TOKEN: &str = "token-that-must-not-be-logged";
+
+/// The control plane of one node.
+pub struct Fake {
+    pub node_id: Uuid,
+    pub url: String,
+    ca_pem: String,
+    shared: Arc<Shared>,
+    /// The signer of the bundle's verifier key.
+    pub signer: SigningKey,
+}
+
+struct Shared {
+    node_id: Uuid,
+    issuer: Issuer<'static, KeyPair>,
+    ca_pem: String,
+    seen: Mutex<Seen>,
+    behaviour: Mutex<Behaviour>,
+}
+
+/// What the agent sent.
+#[derive(Default)]
+pub struct Seen {
+    pub csrs: Vec<String>,
+    pub renewals: usize,
+    pub recovery_key: Option<PublicKey>,
+    pub heartbeats: Vec<Heartbeat>,
+    /// Results in order, with the status they were answered with.
+    pub results: Vec<(Uuid, TaskResult, u16)>,
+    /// Client certificates of task waits, each once, in order.
+    pub certificates: Vec<Vec<u8>>,
+    tasks: VecDeque<Envelope>,
+}
+
+/// How the control plane answers.
+pub struct Behaviour {
+    /// The first enroll requests get 503, after they have been recorded.
+    pub lose_enroll_answers: usize,
+    pub refuse_enrollment: bool,
+    pub node_removed: bool,
+    /// Status of every result, unless 200.
+    pub results: StatusCode,
+    pub certificate_life: TimeDelta,
+    pub verifier_sets: Vec<VerifierSet>,
+}
+
+#[derive(Clone)]
+struct Peer(Option<CertificateDer<'static>>);
+
+impl Fake {
+    pub async fn start() -> Self {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let node_id = Uuid::now_v7();
+        let (issuer, ca_pem) = authority();
+        let behaviour = Behaviour {
+            lose_enroll_answers: 0,
+            refuse_enrollment: false,
+            node_removed: false,
+            results: StatusCode::OK,
+            certificate_life: TimeDelta::hours(24),
+            verifier_sets: vec![],
+        };
+        let shared = Arc::new(Shared {
+            node_id,
+            issuer,
+            ca_pem: ca_pem.clone(),
+            seen: Mutex::default(),
+            behaviour: Mutex::new(behaviour),
+        });
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("https://127.0.0.1:{}", listener.local_addr().unwrap().port());
+        tokio::spawn(serve(listener, Arc::clone(&shared)));
+        Self { node_id, url, ca_pem, shared, signer: SigningKey::from_bytes(&[1; 32]) }
+    }
+
+    pub fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.shared.seen.lock().unwrap()
+    }
+
+    pub fn behave(&self) -> MutexGuard<'_, Behaviour> {
+        self.shared.behaviour.lock().unwrap()
+    }
+
+    pub fn payload(&self, task: Task) -> TaskPayload {
+        let issued_at = Utc::now();
+        let expires_at = issued_at + TimeDelta::minutes(5);
+        TaskPayload { node_id: self.node_id, task_id: Uuid::now_v7(), attempt: 1, issued_at, expires_at, task }
+    }
+
+    /// The first simulated GPU, as the agent's own inventory names it.
+    pub fn device(&self) -> Device {
+        Device::from(&self.seen().heartbeats.first().unwrap().inventory.gpus[0])
+    }
+
+    pub fn provision(&self, allocation_id: Uuid) -> TaskPayload {
+        self.payload(Task::Provision(Provision {
+            allocation_id,
+            user_name: "tenant".into(),
+            authorized_keys: vec!["ssh-ed25519 AAAA someone".into()],
+            devices: vec![self.device()],
+            sku: "h100".into(),
+            deadline_at: Utc::now() + TimeDelta::minutes(5),
+        }))
+    }
+
+    pub fn release(&self, allocation_id: Uuid) -> TaskPayload {
+        let devices = vec![self.device()];
+        self.payload(Task::Release(Release { allocation_id, user_name: "tenant".into(), devices }))
+    }
+
+    pub fn sign(&self, payload: &TaskPayload) -> Envelope {
+        sign(&self.signer, &PublicKey::from(&self.signer).key_id(), payload).unwrap()
+    }
+
+    pub fn dispatch(&self, payload: &TaskPayload) {
+        self.dispatch_envelope(self.sign(payload));
+    }
+
+    pub fn dispatch_envelope(&self, envelope: Envelope) {
+        self.seen().tasks.push_back(envelope);
+    }
+
+    /// The first result of a task that was answered with 200.
+    pub async fn result_of(&self, task_id: Uuid) -> TaskResult {
+        let found = || {
+            let seen = self.seen();
+            seen.results.iter().find(|result| result.0 == task_id && result.2 == 200).map(|result| result.1.clone())
+        };
+        eventually(found).await
+    }
+
+    pub fn bundle(&self, folder: &Path) -> BootstrapBundle {
+        let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+        BootstrapBundle {
+            node_id: self.node_id,
+            enrollment_token: Token::new(TOKEN),
+            api_url: self.url.clone(),
+            task_signing_pubkeys: PublicKey::from(&self.signer).to_string(),
+            ca_bundle_path: at("etc/ca.pem"),
+            node_cert_ca_bundle_path: at("etc/node-ca.pem"),
+            cert_path: at("etc/node.pem"),
+            key_path: at("etc/node.key"),
+            ca_bundle_pem: self.ca_pem.clone(),
+            ca_bundle_fingerprint: fingerprint(&self.ca_pem),
+            package: None,
+        }
+    }
+
+    /// A set of one active key that `by` signs.
+    pub fn rotation(version: u64, active: &SigningKey, by: &SigningKey) -> VerifierSet {
+        let keys = vec![VerifierKey::new(PublicKey::from(active), KeyStatus::Active)];
+        VerifierSet::sign(version, keys, &[(&PublicKey::from(by).key_id(), by)]).unwrap()
+    }
+}
+
+/// A self-signed CA.
+pub fn authority() -> (Issuer<'static, KeyPair>, String) {
+    let key = KeyPair::generate().unwrap();
+    let mut params = CertificateParams::new(vec![]).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let pem = params.self_signed(&key).unwrap().pem();
+    (Issuer::new(params, key), pem)
+}
+
+async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+    let key = KeyPair::generate().unwrap();
+    let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let certificate = params.signed_by(&key, &shared.issuer).unwrap();
+    let mut roots = RootCertStore::empty();
+    let (_, ca) = x509_parser::pem::parse_x509_pem(shared.ca_pem.as_bytes()).unwrap();
+    roots.add(CertificateDer::from(ca.contents)).unwrap();
+    let verifier = WebPkiClientVerifier::builder(Arc::new(roots)).allow_unauthenticated().build().unwrap();
+    let mut tls = rustls::ServerConfig::builder()
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(vec![certificate.der().clone()], PrivateKeyDer::try_from(key.serialize_der()).unwrap())
+        .unwrap();
+    tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(tls));
+    let router = router(shared);
+    loop {
+        let (stream, _) = listener.accept().await.unwrap();
+        let (acceptor, router) = (acceptor.clone(), router.clone());
+        tokio::spawn(async move {
+            let Ok(stream) = acceptor.accept(stream).await else { return };
+            let peer = stream.get_ref().1.peer_certificates().map(|chain| chain[0].clone().into_owned());
+            let service = TowerToHyperService::new(router.layer(Extension(Peer(peer))));
+            let server = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new());
+            let _ = server.serve_connection(TokioIo::new(stream), service).await;
+        });
+    }
+}
+
+fn router(shared: Arc<Shared>) -> Router {
+    let with_certificate = Router::new()
+        .route("/tasks/wait", get(wait))
+        .route("/tasks/{task_id}/result", post(result))
+        .route("/heartbeat", post(heartbeat))
+        .route("/certificate/renew", post(renew))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), identify));
+    let all = with_certificate.route("/enroll", post(enroll)).with_state(Arc::clone(&shared));
+    Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all)
+}
+
+fn refuse(status: StatusCode, code: &str, reason: &str) -> Response {
+    let body = json!({"code": code, "message": "no", "correlation_id": "c", "details": {"reason": reason}});
+    (status, Json(body)).into_response()
+}
+
+async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, request: Request, next: Next) -> Response {
+    let Some(certificate) = &peer.0.0 else {
+        return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_missing");
+    };
+    if shared.behaviour.lock().unwrap().node_removed {
+        return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
+    }
+    if request.uri().path().ends_with("/tasks/wait") {
+        let mut seen = shared.seen.lock().unwrap();
+        if seen.certificates.last().map(Vec::as_slice) != Some(certificate.as_ref()) {
+            seen.certificates.push(certificate.to_vec());
+        }
+    }
+    next.run(request).await
+}
+
+fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
+    let life = shared.behaviour.lock().unwrap().certificate_life;
+    let mut request = CertificateSigningRequestParams::from_pem(csr_pem).unwrap();
+    let uri = format!("spiffe://test/node/{}", shared.node_id);
+    request.params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
+    request.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let at = |time: chrono::DateTime<Utc>| time::OffsetDateTime::from_unix_timestamp(time.timestamp()).unwrap();
+    let not_after = Utc::now() + life;
+    request.params.not_before = at(Utc::now());
+    request.params.not_after = at(not_after);
+    EnrollAnswer {
+        certificate_pem: request.signed_by(&shared.issuer).unwrap().pem(),
+        chain_pem: shared.ca_pem.clone(),
+        not_after,
+        recovery: Recovery { identity_generation: 1, remaining: 5 },
+        verifier_sets: vec![],
+    }
+}
+
+async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollRequest>) -> Response {
+    let mut seen = shared.seen.lock().unwrap();
+    seen.csrs.push(request.csr_pem.clone());
+    seen.recovery_key = Some(request.recovery_public_key);
+    let count = seen.csrs.len();
+    drop(seen);
+    let (refused, lost) = {
+        let behaviour = shared.behaviour.lock().unwrap();
+        (behaviour.refuse_enrollment, behaviour.lose_enroll_answers)
+    };
+    if refused || request.enrollment_token.expose() != TOKEN {
+        return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
+    }
+    if count <= lost {
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
+    }
+    (StatusCode::CREATED, Json(certify(&shared, &request.csr_pem))).into_response()
+}
+
+async fn renew(State(shared): State<Arc<Shared>>, Json(request): Json<RenewRequest>) -> Response {
+    shared.seen.lock().unwrap().renewals += 1;
+    Json(certify(&shared, &request.csr_pem)).into_response()
+}
+
+async fn wait(State(shared): State<Arc<Shared>>) -> Response {
+    for _ in 0..100 {
+        if let Some(envelope) = shared.seen.lock().unwrap().tasks.pop_front() {
+            return Json(envelope).into_response();
+        }
+        if shared.behaviour.lock().unwrap().node_removed {
+            return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    StatusCode::NO_CONTENT.into_response()
+}
+
+async fn result(
+    State(shared): State<Arc<Shared>>,
+    UrlPath(task_id): UrlPath<Uuid>,
+    Json(result): Json<TaskResult>,
+) -> Response {
+    let status = shared.behaviour.lock().unwrap().results;
+    let mut seen = shared.seen.lock().unwrap();
+    let known = seen.results.iter().any(|(id, other, status)| *id == task_id && *other == result && *status == 200);
+    seen.results.push((task_id, result, status.as_u16()));
+    if status != StatusCode::OK {
+        return refuse(status, "stale_attempt", "");
+    }
+    Json(ResultAnswer { recorded: if known { Recorded::Already } else { Recorded::New } }).into_response()
+}
+
+async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
+    let known = heartbeat.verifier_set_version;
+    shared.seen.lock().unwrap().heartbeats.push(heartbeat);
+    let sets = shared.behaviour.lock().unwrap().verifier_sets.clone();
+    Json(HeartbeatAnswer {
+        server_time: Utc::now(),
+        next_heartbeat_seconds: 1,
+        verifier_sets: sets.into_iter().filter(|set| set.version > known).collect(),
+        poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
+    })
+    .into_response()
+}
+
+/// The agent as a process, over a folder that outlives it.
+pub struct AgentProcess {
+    child: Child,
+    pub log: PathBuf,
+}
+
+impl AgentProcess {
+    /// Starts an agent in `folder` with the bundle's environment file.
+    pub fn start(folder: &Path, bundle: &BootstrapBundle, more: &[&str]) -> Self {
+        let env_file = folder.join("agent.env");
+        std::fs::write(&env_file, bundle.to_env_file().unwrap()).unwrap();
+        let log = folder.join(format!("{}.log", Uuid::now_v7()));
+        let child = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"))
+            .env_clear()
+            .arg("--env-file")
+            .arg(&env_file)
+            .arg("--state-dir")
+            .arg(folder.join("state"))
+            .args(["--simulate-gpus", "2"])
+            .args(more)
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap())
+            .spawn()
+            .unwrap();
+        Self { child, log }
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
+    }
+
+    /// Ends it as a power cut would.
+    pub fn kill_9(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    pub async fn exit(&mut self) -> ExitStatus {
+        eventually(|| self.child.try_wait().unwrap()).await
+    }
+
+    /// Lines so far; each has to be JSON.
+    pub fn lines(&self) -> Vec<Value> {
+        let text = std::fs::read_to_string(&self.log).unwrap();
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        whole.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("not JSON: {line}"))).collect()
+    }
+
+    pub fn count(&self, message: &str) -> usize {
+        self.lines().iter().filter(|line| line["message"] == message).count()
+    }
+
+    pub fn has_code(&self, error_code: &str) -> bool {
+        self.lines().iter().any(|line| line["error_code"] == error_code)
+    }
+
+    pub async fn says(&self, message: &str) {
+        eventually(|| (self.count(message) > 0).then_some(())).await;
+    }
+
+    pub async fn complains_of(&self, error_code: &str) {
+        eventually(|| self.has_code(error_code).then_some(())).await;
+    }
+}
+
+impl Drop for AgentProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+        }
+    }
+}
+
+/// A control plane, and an agent that has enrolled and beaten once.
+pub async fn enrolled(more: &[&str]) -> (Fake, TempDir, AgentProcess) {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), more);
+    eventually(|| (!fake.seen().heartbeats.is_empty()).then_some(())).await;
+    (fake, folder, agent)
+}
+
+pub async fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "waited too long");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

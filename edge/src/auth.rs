@@ -1,0 +1,201 @@
+//! Who a user is: OAuth 2.0 bearer tokens (RFC 6750) that are JSON Web Tokens of the identity provider (RFC 9068 in
+//! spirit; Keycloak's claims by default), verified against its published keys.
+//!
+//! A token is believed for its signature by a key of the provider under an algorithm of the allowlist, never for what its
+//! own header brings along (`jwk`, `jku`, `x5u`, `x5c` are not read).
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use axum::{
+    extract::{FromRef, FromRequestParts},
+    http::{HeaderMap, HeaderValue, header, request},
+};
+use chrono::{DateTime, Duration, Utc};
+
+use crate::{
+    correlation::Scope,
+    error::{ApiError, Code},
+};
+
+pub mod claims;
+pub mod jwks;
+
+use claims::{ClaimPaths, TokenFault};
+pub use jsonwebtoken::Algorithm;
+use jwks::Jwks;
+
+/// The role that administrators have (service specification, "Authentication").
+pub const ADMIN: &str = "admin";
+
+/// The longest token read, in bytes.
+const MAX_TOKEN_LEN: usize = 16 * 1024;
+
+/// Who makes a request, as the token says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Caller {
+    pub user_id: String,
+    pub roles: BTreeSet<String>,
+    pub org_id: Option<String>,
+    pub project_id: Option<String>,
+    pub plan: Option<String>,
+    pub token_expires_at: DateTime<Utc>,
+}
+
+impl Caller {
+    #[must_use]
+    pub fn is_admin(&self) -> bool {
+        self.roles.contains(ADMIN)
+    }
+}
+
+/// A caller with the role `admin`; anybody else is answered `forbidden`.
+#[derive(Clone, Debug)]
+pub struct Admin(pub Caller);
+
+/// What a token must be to be believed.
+#[derive(Clone, Debug)]
+pub struct TokenRules {
+    /// Exactly the `iss` claim.
+    pub issuer: String,
+    /// At least one of them is in `aud`.
+    pub audiences: Vec<String>,
+    /// Asymmetric ones only.
+    pub algorithms: Vec<Algorithm>,
+    pub claims: ClaimPaths,
+    /// How far the provider's clock may be ahead, for `nbf` and `iat`. `exp` is taken to the letter.
+    pub leeway: Duration,
+}
+
+impl TokenRules {
+    /// The algorithms taken where none are configured.
+    pub const ALGORITHMS: [Algorithm; 6] =
+        [Algorithm::RS256, Algorithm::PS256, Algorithm::ES256, Algorithm::ES384, Algorithm::EdDSA, Algorithm::RS384];
+
+    /// The longest that a token may live: a role in it ends only with it.
+    pub const MAX_LIFETIME: Duration = Duration::hours(24);
+
+    /// The rules for one issuer and audience, otherwise as a Keycloak realm needs them.
+    #[must_use]
+    pub fn new(issuer: impl Into<String>, audience: impl Into<String>) -> Self {
+        Self {
+            issuer: issuer.into(),
+            audiences: vec![audience.into()],
+            algorithms: Self::ALGORITHMS.to_vec(),
+            claims: ClaimPaths::default(),
+            leeway: Duration::seconds(60),
+        }
+    }
+}
+
+/// Verifies tokens.
+pub struct Authenticator {
+    rules: TokenRules,
+    jwks: Jwks,
+}
+
+impl Authenticator {
+    #[must_use]
+    pub fn new(rules: TokenRules, jwks: Jwks) -> Self {
+        Self { rules, jwks }
+    }
+
+    /// The provider's keys, for a forced refresh.
+    #[must_use]
+    pub fn jwks(&self) -> &Jwks {
+        &self.jwks
+    }
+
+    /// The caller that the request's bearer token names.
+    ///
+    /// # Errors
+    /// `unauthenticated` where there is no token to be believed; `service_unavailable` where the provider's keys have never
+    /// been had.
+    pub async fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
+        let token = bearer(headers)?;
+        self.verify(token, Utc::now()).await.map_err(|fault| {
+            if matches!(fault, TokenFault::NoKeys(_)) {
+                ApiError::unavailable(fault)
+            } else if matches!(fault, TokenFault::Expired) {
+                challenge("The access token has expired; get a new one.", EXPIRED).because(fault)
+            } else {
+                challenge("The access token is not accepted here; get one from the identity provider.", INVALID)
+                    .because(fault)
+            }
+        })
+    }
+
+    async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+        let token = claims::Presented::parse(token)?;
+        let algorithm = token.algorithm(&self.rules.algorithms)?;
+        let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
+        if keys.is_empty() {
+            return Err(TokenFault::UnknownKey);
+        }
+        if !keys.iter().any(|key| token.is_signed_by(key, algorithm)) {
+            return Err(TokenFault::Signature);
+        }
+        claims::read(&token.claims()?, &self.rules, now)
+    }
+}
+
+const MISSING: &str = "Bearer realm=\"gpuaas\"";
+const INVALID: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\"";
+const EXPIRED: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\", error_description=\"expired\"";
+const SCOPE: &str = "Bearer realm=\"gpuaas\", error=\"insufficient_scope\"";
+
+fn challenge(message: &'static str, challenge: &'static str) -> ApiError {
+    ApiError::new(Code::Unauthenticated, message).header(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge))
+}
+
+fn bearer(headers: &HeaderMap) -> Result<&str, ApiError> {
+    let missing = || challenge("This route needs an access token; send it as Authorization: Bearer <token>.", MISSING);
+    let mut given = headers.get_all(header::AUTHORIZATION).iter();
+    let (Some(value), None) = (given.next(), given.next()) else { return Err(missing()) };
+    let text = value.to_str().map_err(|_| missing())?;
+    let (scheme, token) = text.split_once(' ').ok_or_else(missing)?;
+    let token = token.trim_matches(' ');
+    if !scheme.eq_ignore_ascii_case("bearer") || token.is_empty() {
+        return Err(missing());
+    }
+    if token.len() > MAX_TOKEN_LEN {
+        return Err(challenge("The access token is too long.", INVALID));
+    }
+    Ok(token)
+}
+
+impl<S> FromRequestParts<S> for Caller
+where
+    S: Send + Sync,
+    Arc<Authenticator>: FromRef<S>,
+{
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
+        let caller = Arc::<Authenticator>::from_ref(state).authenticate(&parts.headers).await?;
+        if let Some(scope) = parts.extensions.get::<Scope>() {
+            scope.record_caller(caller.org_id.as_deref(), caller.project_id.as_deref());
+        }
+        Ok(caller)
+    }
+}
+
+impl<S> FromRequestParts<S> for Admin
+where
+    S: Send + Sync,
+    Arc<Authenticator>: FromRef<S>,
+{
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
+        let caller = Caller::from_request_parts(parts, state).await?;
+        if caller.is_admin() {
+            return Ok(Self(caller));
+        }
+        Err(ApiError::forbidden("This route needs the role `admin`.")
+            .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
+            .because(format!("caller {} is no admin", caller.user_id)))
+    }
+}
+
+#[cfg(test)]
+mod tests;

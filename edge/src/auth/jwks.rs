@@ -1,0 +1,337 @@
+//! The identity provider's published keys (RFC 7517), found by OpenID Connect Discovery 1.0.
+//!
+//! An unknown key id asks the provider again, at a bounded rate and never twice at once; keys that were had stay while the
+//! provider cannot be reached. A set is bounded in size and number, and fetching it in time.
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use arc_swap::ArcSwapOption;
+use futures::{
+    FutureExt,
+    future::{BoxFuture, Shared},
+};
+use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
+use reqwest::{Client, Url, redirect};
+use serde_json::Value;
+use thiserror::Error;
+use tokio::time::Instant;
+use tracing::{debug, warn};
+
+const RSA_MIN_BYTES: usize = 256;
+
+/// How the provider's keys are had.
+#[derive(Clone, Debug)]
+pub struct JwksSettings {
+    /// The issuer, under which `/.well-known/openid-configuration` lies. HTTPS, or HTTP on this machine.
+    pub issuer: String,
+    /// Authorities for the provider's certificate in PEM, where the system's do not know it.
+    pub authorities_pem: Option<String>,
+    /// For each of the two requests.
+    pub timeout: Duration,
+    /// Of each of the two answers, in bytes.
+    pub max_bytes: usize,
+    pub max_keys: usize,
+    /// Between two attempts that unknown key ids cause.
+    pub min_refresh_gap: Duration,
+    /// After which the keys are asked for again although nothing is missing, so that a withdrawn key ends.
+    pub max_age: Duration,
+}
+
+impl JwksSettings {
+    #[must_use]
+    pub fn new(issuer: impl Into<String>) -> Self {
+        Self {
+            issuer: issuer.into(),
+            authorities_pem: None,
+            timeout: Duration::from_secs(5),
+            max_bytes: 256 * 1024,
+            max_keys: 64,
+            min_refresh_gap: Duration::from_secs(5),
+            max_age: Duration::from_secs(300),
+        }
+    }
+}
+
+/// Why the keys could not be had.
+#[derive(Clone, Debug, Error)]
+pub enum JwksError {
+    #[error("{0} is no https address (http only on this machine)")]
+    Insecure(String),
+    #[error("the client for the identity provider cannot be made: {0}")]
+    Client(String),
+    #[error("{url} could not be fetched: {reason}")]
+    Fetch { url: String, reason: String },
+    #[error("the discovery document is of issuer {0}")]
+    ForeignIssuer(String),
+    #[error("{0} has no usable keys")]
+    NoKeys(String),
+    #[error("the keys were asked for a moment ago, without success")]
+    TooSoon,
+}
+
+/// One key that the provider signs with.
+pub struct PublishedKey {
+    algorithms: Vec<Algorithm>,
+    decoding: DecodingKey,
+}
+
+impl PublishedKey {
+    pub(super) fn decoding(&self) -> &DecodingKey {
+        &self.decoding
+    }
+}
+
+type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
+type Refresh = Shared<BoxFuture<'static, Result<(), JwksError>>>;
+
+/// The provider's keys, kept fresh by those who use them.
+#[derive(Clone)]
+pub struct Jwks(Arc<Inner>);
+
+struct Inner {
+    settings: JwksSettings,
+    client: Client,
+    keys: ArcSwapOption<Fetched>,
+    refreshing: Mutex<Refreshing>,
+}
+
+struct Fetched {
+    keys: KeySet,
+    at: Instant,
+}
+
+#[derive(Default)]
+struct Refreshing {
+    last_attempt_at: Option<Instant>,
+    running: Option<Refresh>,
+}
+
+impl Jwks {
+    /// # Errors
+    /// Where the issuer is not on HTTPS or the authorities cannot be read.
+    pub fn new(settings: JwksSettings) -> Result<Self, JwksError> {
+        secure(&settings.issuer)?;
+        let mut client = Client::builder().timeout(settings.timeout).redirect(redirect::Policy::none());
+        if let Some(pem) = &settings.authorities_pem {
+            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
+                .map_err(|error| JwksError::Client(error.to_string()))?;
+            client = client.tls_certs_merge(authorities);
+        }
+        let client = client.build().map_err(|error| JwksError::Client(error.to_string()))?;
+        Ok(Self(Arc::new(Inner { settings, client, keys: ArcSwapOption::empty(), refreshing: Mutex::default() })))
+    }
+
+    /// Asks the provider now, whatever the gap, or joins the request that is under way.
+    ///
+    /// # Errors
+    /// Where the keys could not be had; those from before stay.
+    pub async fn refresh(&self) -> Result<(), JwksError> {
+        self.begin_refresh().await
+    }
+
+    /// The keys of this id that may sign with this algorithm; none where the id is unknown.
+    ///
+    /// # Errors
+    /// Where no keys have ever been had.
+    pub(super) async fn keys_for(&self, kid: &str, algorithm: Algorithm) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
+        if let Some(fetched) = &*self.0.keys.load() {
+            let found = fitting(&fetched.keys, kid, algorithm);
+            if !found.is_empty() {
+                if fetched.at.elapsed() > self.0.settings.max_age {
+                    // Not waited for: what is had serves until the answer is there.
+                    if let Some(refresh) = self.try_refresh() {
+                        tokio::spawn(refresh);
+                    }
+                }
+                return Ok(found);
+            }
+        }
+        let outcome = match self.try_refresh() {
+            Some(refresh) => refresh.await,
+            None => Err(JwksError::TooSoon),
+        };
+        match (&*self.0.keys.load(), outcome) {
+            (Some(fetched), _) => Ok(fitting(&fetched.keys, kid, algorithm)),
+            (None, Err(error)) => Err(error),
+            (None, Ok(())) => Ok(Vec::new()),
+        }
+    }
+
+    /// Joins what is running, or begins unless the last attempt is too fresh.
+    fn try_refresh(&self) -> Option<Refresh> {
+        let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = &refreshing.running {
+            return Some(running.clone());
+        }
+        let too_soon = refreshing.last_attempt_at.is_some_and(|at| at.elapsed() < self.0.settings.min_refresh_gap);
+        (!too_soon).then(|| self.spawn_refresh(&mut refreshing))
+    }
+
+    fn begin_refresh(&self) -> Refresh {
+        let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
+        match &refreshing.running {
+            Some(running) => running.clone(),
+            None => self.spawn_refresh(&mut refreshing),
+        }
+    }
+
+    /// In a task of its own, so that it does not end with the request that began it.
+    fn spawn_refresh(&self, refreshing: &mut Refreshing) -> Refresh {
+        refreshing.last_attempt_at = Some(Instant::now());
+        let jwks = self.clone();
+        let task = tokio::spawn(async move {
+            let running = Running(jwks);
+            let result = running.0.fetch().await;
+            if let Err(error) = &result {
+                warn!(%error, issuer = %running.0.0.settings.issuer, "the identity provider's keys could not be refreshed");
+            }
+            result
+        });
+        let issuer = self.0.settings.issuer.clone();
+        let refresh = task
+            .map(move |joined| {
+                joined.unwrap_or_else(|error| Err(JwksError::Fetch { url: issuer, reason: error.to_string() }))
+            })
+            .boxed()
+            .shared();
+        refreshing.running = Some(refresh.clone());
+        refresh
+    }
+
+    async fn fetch(&self) -> Result<(), JwksError> {
+        let settings = &self.0.settings;
+        let discovery =
+            self.get(&format!("{}/.well-known/openid-configuration", settings.issuer.trim_end_matches('/'))).await?;
+        let issuer = discovery.get("issuer").and_then(Value::as_str).unwrap_or_default();
+        if issuer != settings.issuer {
+            return Err(JwksError::ForeignIssuer(issuer.chars().take(200).collect()));
+        }
+        let address = discovery.get("jwks_uri").and_then(Value::as_str).unwrap_or_default();
+        secure(address)?;
+        let published = self.get(address).await?;
+        let keys = read_keys(&published, settings.max_keys);
+        if keys.is_empty() {
+            return Err(JwksError::NoKeys(address.to_owned()));
+        }
+        debug!(keys = keys.len(), "the identity provider's keys were refreshed");
+        self.0.keys.store(Some(Arc::new(Fetched { keys, at: Instant::now() })));
+        Ok(())
+    }
+
+    async fn get(&self, url: &str) -> Result<Value, JwksError> {
+        let failed = |reason: String| JwksError::Fetch { url: url.to_owned(), reason };
+        // Without the address, which is named already.
+        let broken = |error: reqwest::Error| failed(format!("{:#}", Chain(&error.without_url())));
+        let mut response = self.0.client.get(url).send().await.map_err(broken)?;
+        if response.status() != 200 {
+            return Err(failed(format!("status {}", response.status().as_u16())));
+        }
+        let mut body = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(broken)? {
+            if body.len() + chunk.len() > self.0.settings.max_bytes {
+                return Err(failed(format!("more than {} bytes", self.0.settings.max_bytes)));
+            }
+            body.extend_from_slice(&chunk);
+        }
+        serde_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
+    }
+}
+
+/// A refresh that is under way, until it ends in whatever way.
+struct Running(Jwks);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner).running = None;
+    }
+}
+
+/// An error with its sources on one line.
+struct Chain<'a>(&'a dyn std::error::Error);
+
+impl std::fmt::Display for Chain<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut source = self.0.source();
+        while let Some(inner) = source {
+            write!(f, ": {inner}")?;
+            source = inner.source();
+        }
+        Ok(())
+    }
+}
+
+fn secure(address: &str) -> Result<(), JwksError> {
+    let insecure = || JwksError::Insecure(address.chars().take(200).collect());
+    let url = Url::parse(address).map_err(|_| insecure())?;
+    let host = url.host_str().unwrap_or_default();
+    let here = host == "localhost"
+        || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
+    if url.scheme() == "https" || (url.scheme() == "http" && here) { Ok(()) } else { Err(insecure()) }
+}
+
+fn fitting(keys: &KeySet, kid: &str, algorithm: Algorithm) -> Vec<Arc<PublishedKey>> {
+    let of_this_id = keys.get(kid).map(Vec::as_slice).unwrap_or_default();
+    of_this_id.iter().filter(|key| key.algorithms.contains(&algorithm)).map(Arc::clone).collect()
+}
+
+/// Takes the signing keys that can be used; a key of a kind that is not known is no fault of the set (RFC 7517, section 5).
+fn read_keys(published: &Value, max_keys: usize) -> KeySet {
+    let mut keys = KeySet::new();
+    let listed = published.get("keys").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    if listed.len() > max_keys {
+        warn!(listed = listed.len(), max_keys, "the identity provider publishes more keys than are taken");
+    }
+    for (kid, key) in listed.iter().take(max_keys).filter_map(read_key) {
+        keys.entry(kid).or_default().push(Arc::new(key));
+    }
+    keys
+}
+
+fn read_key(jwk: &Value) -> Option<(String, PublishedKey)> {
+    let text = |name: &str| jwk.get(name).and_then(Value::as_str);
+    let kid = text("kid")?.to_owned();
+    if text("use").is_some_and(|purpose| purpose != "sig") {
+        return None;
+    }
+    let operations = jwk.get("key_ops").and_then(Value::as_array);
+    if operations.is_some_and(|operations| !operations.iter().any(|operation| operation == "verify")) {
+        return None;
+    }
+    let (decoding, possible) = match (text("kty")?, text("crv")) {
+        ("RSA", _) => {
+            let (modulus, exponent) = (text("n")?, text("e")?);
+            if significant_bytes(modulus)? < RSA_MIN_BYTES {
+                return None;
+            }
+            (DecodingKey::from_rsa_components(modulus, exponent).ok()?, AlgorithmFamily::Rsa.algorithms().to_vec())
+        }
+        ("EC", Some("P-256")) => {
+            (DecodingKey::from_ec_components(text("x")?, text("y")?).ok()?, vec![Algorithm::ES256])
+        }
+        ("EC", Some("P-384")) => {
+            (DecodingKey::from_ec_components(text("x")?, text("y")?).ok()?, vec![Algorithm::ES384])
+        }
+        ("OKP", Some("Ed25519")) => (DecodingKey::from_ed_components(text("x")?).ok()?, vec![Algorithm::EdDSA]),
+        _ => return None,
+    };
+    let algorithms = match text("alg") {
+        None => possible,
+        Some(named) => {
+            let named = named.parse().ok()?;
+            possible.contains(&named).then(|| vec![named])?
+        }
+    };
+    Some((kid, PublishedKey { algorithms, decoding }))
+}
+
+fn significant_bytes(encoded: &str) -> Option<usize> {
+    use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+    let bytes = URL_SAFE_NO_PAD.decode(encoded).ok()?;
+    Some(bytes.iter().skip_while(|byte| **byte == 0).count())
+}

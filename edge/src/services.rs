@@ -1,0 +1,80 @@
+//! What the handlers are given: the actors to ask, the store to read, and the keys to sign with.
+
+use crate::auth::Authenticator;
+use crate::identity::TrustDomain;
+use crate::node_ca::NodeCa;
+use crate::polls::Polls;
+use crate::probe::Probe;
+use crate::runtime::Runtime;
+use crate::tls::connections::Connections;
+use actors::Directory;
+use actors::ports::World;
+use axum::extract::FromRef;
+use ed25519_dalek::SigningKey;
+use persistence::Reads;
+use std::sync::Arc;
+
+/// Shared by all requests; cheap to clone.
+#[derive(Clone)]
+pub struct Services(Arc<Parts>);
+
+/// See [`Services`].
+pub struct Parts {
+    pub directory: Directory,
+    pub reads: Reads,
+    pub world: Arc<dyn World>,
+    pub runtime: Arc<dyn Runtime>,
+    pub authenticator: Arc<Authenticator>,
+    pub probe: Probe,
+    pub polls: Polls,
+    pub connections: Connections,
+    pub trust: Trust,
+    pub addresses: Addresses,
+}
+
+/// The keys that this process issues and signs with.
+pub struct Trust {
+    pub domain: TrustDomain,
+    pub node_ca: NodeCa,
+    /// Signs tasks.
+    pub task_signer: SigningKey,
+    pub task_key_id: String,
+    /// The verifier set in force, version 0 unless keys were rotated.
+    pub verifier_set: wire::enroll::VerifierSet,
+    /// As they stand in a bundle: the configured first keys, else the active one.
+    pub bootstrap_verifier_keys: Vec<String>,
+    /// By what agents trust the API's certificate, PEM.
+    pub api_ca_pem: String,
+}
+
+/// Where the control plane is reached.
+pub struct Addresses {
+    pub public_url: String,
+    pub node_url: String,
+}
+
+impl Services {
+    #[must_use]
+    pub fn new(parts: Parts) -> Self {
+        Self(Arc::new(parts))
+    }
+}
+
+impl std::ops::Deref for Services {
+    type Target = Parts;
+    fn deref(&self) -> &Parts {
+        &self.0
+    }
+}
+
+impl FromRef<Services> for Arc<Authenticator> {
+    fn from_ref(services: &Services) -> Self {
+        Self::clone(&services.authenticator)
+    }
+}
+
+impl FromRef<Services> for TrustDomain {
+    fn from_ref(services: &Services) -> Self {
+        services.trust.domain.clone()
+    }
+}

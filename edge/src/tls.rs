@@ -1,0 +1,113 @@
+//! TLS as the service ends it itself: configuration here, the listener in [`serve`], session tickets in [`tickets`], and
+//! what is connected in [`connections`].
+
+use std::{net::SocketAddr, sync::Arc};
+
+use rustls::{
+    RootCertStore, ServerConfig,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    server::{NoServerSessionStorage, ProducesTickets, WebPkiClientVerifier},
+};
+use thiserror::Error;
+
+pub mod connections;
+pub mod serve;
+pub mod tickets;
+
+/// Who is at the other end of a connection; handlers take it as `ConnectInfo<Peer>`.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    pub address: SocketAddr,
+    /// The client's certificates as TLS verified them when the session began, the client's own first.
+    certificates: Arc<[CertificateDer<'static>]>,
+    /// Whether the session was resumed from a ticket, in which case the certificates come out of the ticket.
+    pub resumed: bool,
+}
+
+impl Peer {
+    pub(crate) fn new(address: SocketAddr, certificates: &[CertificateDer<'static>], resumed: bool) -> Self {
+        Self {
+            address,
+            certificates: certificates.iter().map(|certificate| certificate.clone().into_owned()).collect(),
+            resumed,
+        }
+    }
+
+    /// The client's own certificate in DER; `None` where it showed none.
+    #[must_use]
+    pub fn leaf(&self) -> Option<&CertificateDer<'static>> {
+        self.certificates.first()
+    }
+}
+
+/// Why TLS cannot be set up.
+#[derive(Debug, Error)]
+pub enum TlsConfigError {
+    #[error("the server's certificates cannot be read")]
+    Certificates(#[source] rustls::pki_types::pem::Error),
+    #[error("the server's private key cannot be read")]
+    Key(#[source] rustls::pki_types::pem::Error),
+    #[error("the authorities for client certificates cannot be read")]
+    ClientAuthorities(#[source] rustls::pki_types::pem::Error),
+    #[error("the PEM text has no certificate")]
+    NoCertificate,
+    #[error("the client certificate verifier cannot be set up")]
+    Verifier(#[source] rustls::server::VerifierBuilderError),
+    #[error("the TLS settings are refused")]
+    Settings(#[from] rustls::Error),
+}
+
+/// The settings of a listener.
+pub struct ServerTls<'a> {
+    /// The server's certificate and what is between it and its authority.
+    pub certificate_chain_pem: &'a str,
+    pub key_pem: &'a str,
+    /// Authorities of client certificates (the node CA, and its predecessor while nodes still hold its certificates);
+    /// without them no client is asked for one. A client that shows none is let in all the same: routes decide.
+    pub client_authorities_pem: Option<&'a str>,
+    /// Without it no session is resumed.
+    pub tickets: Option<Arc<dyn ProducesTickets>>,
+}
+
+/// Builds the settings for rustls.
+///
+/// # Errors
+/// Where certificates or keys cannot be used.
+pub fn server_config(settings: &ServerTls<'_>) -> Result<ServerConfig, TlsConfigError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let chain = certificates(settings.certificate_chain_pem, TlsConfigError::Certificates)?;
+    let key = PrivateKeyDer::from_pem_slice(settings.key_pem.as_bytes()).map_err(TlsConfigError::Key)?;
+    let verifier = match settings.client_authorities_pem {
+        None => WebPkiClientVerifier::no_client_auth(),
+        Some(pem) => {
+            let mut roots = RootCertStore::empty();
+            for authority in certificates(pem, TlsConfigError::ClientAuthorities)? {
+                roots.add(authority)?;
+            }
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
+                .allow_unauthenticated()
+                .build()
+                .map_err(TlsConfigError::Verifier)?
+        }
+    };
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    // Sessions are resumed by tickets alone: another replica cannot see this one's memory.
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    match &settings.tickets {
+        Some(tickets) => config.ticketer = Arc::clone(tickets),
+        None => config.send_tls13_tickets = 0,
+    }
+    Ok(config)
+}
+
+fn certificates(
+    pem: &str,
+    unreadable: fn(rustls::pki_types::pem::Error) -> TlsConfigError,
+) -> Result<Vec<CertificateDer<'static>>, TlsConfigError> {
+    let read: Vec<_> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<_, _>>().map_err(unreadable)?;
+    if read.is_empty() { Err(TlsConfigError::NoCertificate) } else { Ok(read) }
+}

@@ -1,0 +1,207 @@
+//! What is connected, by node, so that all connections of a removed node can be closed.
+
+use std::{
+    collections::HashMap,
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use dashmap::DashMap;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::OwnedSemaphorePermit,
+};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use uuid::Uuid;
+
+/// The connections of nodes to this replica.
+#[derive(Clone, Debug, Default)]
+pub struct Connections(Arc<Registry>);
+
+#[derive(Debug, Default)]
+struct Registry {
+    next: AtomicU64,
+    by_node: DashMap<Uuid, HashMap<u64, CancellationToken>>,
+}
+
+impl Connections {
+    /// Cuts every connection of the node, whatever runs on it, upgraded ones too. Answers how many there were.
+    pub fn close_node(&self, node_id: Uuid) -> usize {
+        let Some((_, connections)) = self.0.by_node.remove(&node_id) else { return 0 };
+        for connection in connections.values() {
+            connection.cancel();
+        }
+        connections.len()
+    }
+
+    /// How many connections the node has to this replica.
+    #[must_use]
+    pub fn count(&self, node_id: Uuid) -> usize {
+        self.0.by_node.get(&node_id).map_or(0, |connections| connections.len())
+    }
+
+    /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its slot,
+    /// for as long as it exists.
+    pub(crate) fn watch<T>(&self, node_id: Option<Uuid>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {
+        let cut = CancellationToken::new();
+        let registered = node_id.map(|node_id| {
+            let number = self.0.next.fetch_add(1, Ordering::Relaxed);
+            self.0.by_node.entry(node_id).or_default().insert(number, cut.clone());
+            Registered { registry: Arc::clone(&self.0), node_id, number }
+        });
+        Watched {
+            io,
+            cut: registered.is_some().then(|| Box::pin(cut.cancelled_owned())),
+            _registered: registered,
+            _slot: slot,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Registered {
+    registry: Arc<Registry>,
+    node_id: Uuid,
+    number: u64,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.registry.by_node.remove_if_mut(&self.node_id, |_, connections| {
+            connections.remove(&self.number);
+            connections.is_empty()
+        });
+    }
+}
+
+/// A connection that can be cut from outside. It goes with the connection into an upgrade, so a WebSocket is cut too.
+pub(crate) struct Watched<T> {
+    io: T,
+    cut: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
+    _registered: Option<Registered>,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl<T> Watched<T> {
+    /// Ready with the error once the connection has been cut; wakes the task when it is.
+    fn poll_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
+        match &mut self.cut {
+            Some(cut) => cut
+                .as_mut()
+                .poll(context)
+                .map(|()| io::Error::new(io::ErrorKind::ConnectionAborted, "the node was removed")),
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if let Poll::Ready(error) = self.poll_cut(context) {
+            // A finished future may not be polled again, and the next read must fail as well.
+            self.cut = Some(Box::pin(cancelled()));
+            return Poll::Ready(Err(error));
+        }
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+fn cancelled() -> WaitForCancellationFutureOwned {
+    let token = CancellationToken::new();
+    token.cancel();
+    token.cancelled_owned()
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(error) = self.poll_cut(context) {
+            self.cut = Some(Box::pin(cancelled()));
+            return Poll::Ready(Err(error));
+        }
+        Pin::new(&mut self.io).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(error) = self.poll_cut(context) {
+            self.cut = Some(Box::pin(cancelled()));
+            return Poll::Ready(Err(error));
+        }
+        Pin::new(&mut self.io).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, duplex},
+        sync::Semaphore,
+    };
+
+    use super::*;
+
+    fn slot() -> OwnedSemaphorePermit {
+        Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap()
+    }
+
+    #[tokio::test]
+    async fn closing_a_node_cuts_its_connections_and_no_others() {
+        let connections = Connections::default();
+        let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
+        let (_far_a, near_a) = duplex(64);
+        let (mut far_b, near_b) = duplex(64);
+        let mut cut = connections.watch(Some(removed), near_a, slot());
+        let mut kept = connections.watch(Some(other), near_b, slot());
+        assert_eq!((connections.count(removed), connections.count(other)), (1, 1));
+        let waiting = tokio::spawn(async move {
+            let first = cut.read_u8().await.map_err(|error| error.kind());
+            let second = cut.read_u8().await.map_err(|error| error.kind());
+            (first, second, cut.write_all(b"x").await.map_err(|error| error.kind()))
+        });
+        tokio::task::yield_now().await;
+        assert_eq!(connections.close_node(removed), 1);
+        let aborted = io::ErrorKind::ConnectionAborted;
+        assert_eq!(waiting.await.unwrap(), (Err(aborted), Err(aborted), Err(aborted)));
+        far_b.write_u8(7).await.unwrap();
+        assert_eq!(kept.read_u8().await.unwrap(), 7);
+        assert_eq!(connections.close_node(removed), 0);
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_ends_is_forgotten() {
+        let connections = Connections::default();
+        let node_id = Uuid::now_v7();
+        let first = connections.watch(Some(node_id), duplex(1).0, slot());
+        let second = connections.watch(Some(node_id), duplex(1).0, slot());
+        drop(first);
+        assert_eq!(connections.count(node_id), 1);
+        drop(second);
+        assert_eq!(connections.count(node_id), 0);
+        assert!(connections.0.by_node.is_empty());
+    }
+}

@@ -1,0 +1,258 @@
+//! The listener: accepts, does handshakes off the accept loop, and serves HTTP/1.1 and HTTP/2 within limits.
+
+use std::{
+    io,
+    net::SocketAddr,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use axum::{Router, extract::ConnectInfo, extract::Request};
+use hyper::{
+    body::Incoming,
+    server::conn::{http1, http2},
+    service::service_fn,
+};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::{HandshakeKind, ServerConfig};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::{Instant, sleep_until, timeout},
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tower::ServiceExt;
+use tracing::{debug, info, warn};
+
+use super::{
+    Peer,
+    connections::{Connections, Watched},
+};
+use crate::identity::{NodeCertificate, TrustDomain};
+
+/// The bounds of a listener.
+#[derive(Clone, Debug)]
+pub struct ListenerLimits {
+    /// Connections at once; further ones wait in the kernel's backlog.
+    pub connections: usize,
+    /// Handshakes at once; further ones wait likewise.
+    pub handshakes: usize,
+    pub handshake_timeout: Duration,
+    /// From the connection's begin, or from the last answer, to the end of a request's headers.
+    pub header_read_timeout: Duration,
+    /// All headers of a request together, in bytes; at least 8,192.
+    pub header_bytes: usize,
+    /// Headers of a request, over HTTP/1.1.
+    pub header_count: usize,
+    /// Requests at once on one HTTP/2 connection.
+    pub streams: u32,
+    /// Requests that a client may have begun and reset without their being worked off, on one HTTP/2 connection.
+    pub pending_resets: usize,
+    /// How long connections may finish what they do when the listener is told to stop.
+    pub drain: Duration,
+}
+
+impl Default for ListenerLimits {
+    fn default() -> Self {
+        Self {
+            connections: 16_384,
+            handshakes: 256,
+            handshake_timeout: Duration::from_secs(10),
+            header_read_timeout: Duration::from_secs(30),
+            header_bytes: 32 * 1024,
+            header_count: 100,
+            streams: 128,
+            pending_resets: 20,
+            drain: Duration::from_secs(20),
+        }
+    }
+}
+
+/// A TLS listener in front of a router.
+pub struct TlsServer {
+    /// Read at each handshake, so that certificates and authorities can be replaced while it runs.
+    pub tls: Arc<ArcSwap<ServerConfig>>,
+    pub router: Router,
+    pub limits: ListenerLimits,
+    pub connections: Connections,
+    /// Tells which connections are nodes'; `None` on a listener that nodes do not use.
+    pub trust_domain: Option<TrustDomain>,
+}
+
+impl TlsServer {
+    /// Serves until `stop`, then lets what runs finish within the drain time. Does not return before the last connection
+    /// is closed.
+    ///
+    /// # Errors
+    /// Where the socket fails for good.
+    pub async fn serve(self, listener: TcpListener, stop: CancellationToken) -> io::Result<()> {
+        let slots = Arc::new(Semaphore::new(self.limits.connections));
+        let handshakes = Arc::new(Semaphore::new(self.limits.handshakes));
+        let server = Arc::new(self);
+        let (running, cut) = (TaskTracker::new(), CancellationToken::new());
+        info!(address = ?listener.local_addr().ok(), "listening");
+        loop {
+            let accepted = tokio::select! {
+                () = stop.cancelled() => break,
+                accepted = accept(&listener, &slots, &handshakes) => accepted?,
+            };
+            let Accepted { stream, address, slot, handshake } = accepted;
+            let (server, stop, cut) = (Arc::clone(&server), stop.clone(), cut.clone());
+            running.spawn(async move {
+                tokio::select! {
+                    () = cut.cancelled() => {}
+                    () = server.connection(stream, address, slot, handshake, &stop) => {}
+                }
+            });
+        }
+        drop(listener);
+        running.close();
+        if timeout(server.limits.drain, running.wait()).await.is_err() {
+            warn!(connections = running.len(), "connections were cut at the end of the drain time");
+            cut.cancel();
+            running.wait().await;
+        }
+        Ok(())
+    }
+
+    async fn connection(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        slot: OwnedSemaphorePermit,
+        handshake: OwnedSemaphorePermit,
+        stop: &CancellationToken,
+    ) {
+        let _ = stream.set_nodelay(true);
+        let acceptor = TlsAcceptor::from(self.tls.load_full());
+        let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return debug!(%address, %error, "a TLS handshake failed"),
+            Err(_) => return debug!(%address, "a TLS handshake took too long"),
+        };
+        drop(handshake);
+        let session = stream.get_ref().1;
+        let resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
+        let speaks_h2 = session.alpn_protocol() == Some(b"h2");
+        let peer = Peer::new(address, session.peer_certificates().unwrap_or_default(), resumed);
+        let node = self
+            .trust_domain
+            .as_ref()
+            .zip(peer.leaf())
+            .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
+        let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
+        self.speak(stream, peer, speaks_h2, stop).await;
+    }
+
+    async fn speak(
+        &self,
+        stream: Watched<TlsStream<TcpStream>>,
+        peer: Peer,
+        speaks_h2: bool,
+        stop: &CancellationToken,
+    ) {
+        let address = peer.address;
+        let asked = Arc::new(AtomicBool::new(false));
+        let (router, seen) = (self.router.clone(), Arc::clone(&asked));
+        let service = service_fn(move |request: Request<Incoming>| {
+            seen.store(true, Ordering::Relaxed);
+            let mut request = request.map(axum::body::Body::new);
+            request.extensions_mut().insert(ConnectInfo(peer.clone()));
+            router.clone().oneshot(request)
+        });
+        let io = TokioIo::new(stream);
+        let limits = &self.limits;
+        let first_by = Instant::now() + limits.header_read_timeout;
+        // The two connection types share methods, not a trait.
+        macro_rules! drive {
+            ($connection:expr) => {{
+                let mut connection = pin!($connection);
+                let (mut draining, mut awaiting_first) = (false, true);
+                loop {
+                    tokio::select! {
+                        result = connection.as_mut() => break result,
+                        () = stop.cancelled(), if !draining => {
+                            draining = true;
+                            connection.as_mut().graceful_shutdown();
+                        }
+                        () = sleep_until(first_by), if awaiting_first => {
+                            awaiting_first = false;
+                            if !asked.load(Ordering::Relaxed) {
+                                break Ok(());
+                            }
+                        }
+                    }
+                }
+            }};
+        }
+        let result = if speaks_h2 {
+            let mut builder = http2::Builder::new(TokioExecutor::new());
+            builder
+                .timer(TokioTimer::new())
+                .max_concurrent_streams(limits.streams)
+                .max_pending_accept_reset_streams(limits.pending_resets)
+                .max_local_error_reset_streams(limits.pending_resets * 4)
+                .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX))
+                // Finds peers that are gone without a word.
+                .keep_alive_interval(Duration::from_secs(30))
+                .keep_alive_timeout(Duration::from_secs(20));
+            drive!(builder.serve_connection(io, service))
+        } else {
+            let mut builder = http1::Builder::new();
+            builder
+                .timer(TokioTimer::new())
+                .header_read_timeout(limits.header_read_timeout)
+                .max_buf_size(limits.header_bytes.max(8192))
+                .max_headers(limits.header_count);
+            drive!(builder.serve_connection(io, service).with_upgrades())
+        };
+        if let Err(error) = result {
+            debug!(%address, %error, "a connection ended with an error");
+        }
+    }
+}
+
+struct Accepted {
+    stream: TcpStream,
+    address: SocketAddr,
+    slot: OwnedSemaphorePermit,
+    handshake: OwnedSemaphorePermit,
+}
+
+/// Room first, then the connection: what there is no room for stays with the kernel.
+async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>, handshakes: &Arc<Semaphore>) -> io::Result<Accepted> {
+    let closed = |_| io::Error::other("the listener's bounds are gone");
+    let slot = Arc::clone(slots).acquire_owned().await.map_err(closed)?;
+    let handshake = Arc::clone(handshakes).acquire_owned().await.map_err(closed)?;
+    loop {
+        match listener.accept().await {
+            Ok((stream, address)) => return Ok(Accepted { stream, address, slot, handshake }),
+            Err(error) if is_the_peers(&error) => {}
+            Err(error) if is_passing(&error) => {
+                warn!(%error, "connections cannot be accepted at the moment");
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn is_the_peers(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
+}
+
+/// Out of files or of memory: others will end.
+fn is_passing(error: &io::Error) -> bool {
+    // ENFILE, EMFILE, ENOBUFS, ENOMEM
+    matches!(error.raw_os_error(), Some(23 | 24 | 105 | 12))
+}
+
+#[cfg(test)]
+mod tests;

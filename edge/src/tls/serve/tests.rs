@@ -1,0 +1,421 @@
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use axum::{
+    extract::{FromRef, ws::WebSocketUpgrade},
+    routing::get,
+};
+use chrono::{Duration as Days, Utc};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
+};
+use secrecy::SecretSlice;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio_rustls::TlsConnector;
+use uuid::Uuid;
+
+use super::*;
+use crate::{
+    correlation::Service,
+    identity::NodeIdentity,
+    limits::finished,
+    node_ca::NodeCa,
+    testing::install_crypto,
+    tls::{ServerTls, server_config, tickets::SharedTickets},
+};
+
+#[derive(Clone)]
+struct App(TrustDomain);
+
+impl FromRef<App> for TrustDomain {
+    fn from_ref(app: &App) -> Self {
+        app.0.clone()
+    }
+}
+
+/// A running listener with its own authorities.
+struct World {
+    address: SocketAddr,
+    connections: Connections,
+    stop: CancellationToken,
+    serving: tokio::task::JoinHandle<io::Result<()>>,
+    ca: NodeCa,
+    server_ca: CertificateDer<'static>,
+}
+
+fn domain() -> TrustDomain {
+    TrustDomain::parse("gpu.example").unwrap()
+}
+
+fn router() -> Router {
+    let routes = Router::new()
+        .route(
+            "/nodes/{id}/hello",
+            get(|node: NodeIdentity, ConnectInfo(peer): ConnectInfo<Peer>| async move {
+                format!("{} resumed={}", node.node_id, peer.resumed)
+            }),
+        )
+        .route(
+            "/slow",
+            get(|| async {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                "slow"
+            }),
+        )
+        .route("/open", get(|| async { "open" }))
+        .route(
+            "/socket",
+            get(|upgrade: WebSocketUpgrade| async {
+                upgrade.on_upgrade(|mut socket| async move { while socket.recv().await.is_some() {} })
+            }),
+        )
+        .with_state(App(domain()));
+    finished(routes, Service { name: "node-api", tells_route: false })
+}
+
+impl World {
+    async fn with(limits: ListenerLimits) -> Self {
+        Self::shared(limits, None).await
+    }
+
+    /// `like`: a second replica, with the first one's authorities and ticket secret.
+    async fn shared(limits: ListenerLimits, like: Option<&Settings>) -> Self {
+        install_crypto();
+        let settings = match like {
+            Some(settings) => settings.clone(),
+            None => Settings::make(),
+        };
+        let tickets = SharedTickets::new(SecretSlice::from(vec![9; 32])).unwrap();
+        let config = server_config(&ServerTls {
+            certificate_chain_pem: &settings.chain,
+            key_pem: &settings.key,
+            client_authorities_pem: Some(settings.ca.0.as_str()),
+            tickets: Some(Arc::new(tickets)),
+        })
+        .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, connections, stop) =
+            (listener.local_addr().unwrap(), Connections::default(), CancellationToken::new());
+        let server = TlsServer {
+            tls: Arc::new(ArcSwap::from_pointee(config)),
+            router: router(),
+            limits,
+            connections: connections.clone(),
+            trust_domain: Some(domain()),
+        };
+        let serving = tokio::spawn(server.serve(listener, stop.clone()));
+        let ca = NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap();
+        Self { address, connections, stop, serving, ca, server_ca: settings.server_ca }
+    }
+
+    fn certified(&self, node_id: Uuid, lives: Days) -> Identity {
+        let key = KeyPair::generate().unwrap();
+        let csr = CertificateParams::default().serialize_request(&key).unwrap().pem().unwrap();
+        let issued = self.ca.issue(node_id, &csr, Utc::now() - Days::minutes(2), Utc::now() + lives).unwrap();
+        Identity { certificate: issued.certificate_pem, key: key.serialize_pem() }
+    }
+
+    fn client(&self, identity: Option<&Identity>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.server_ca.clone()).unwrap();
+        let builder = ClientConfig::builder().with_root_certificates(roots);
+        let mut config = match identity {
+            None => builder.with_no_client_auth(),
+            Some(identity) => {
+                let chain =
+                    CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).collect::<Result<_, _>>().unwrap();
+                builder
+                    .with_client_auth_cert(chain, PrivateKeyDer::from_pem_slice(identity.key.as_bytes()).unwrap())
+                    .unwrap()
+            }
+        };
+        config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
+        Arc::new(config)
+    }
+
+    async fn connect(&self, config: &Arc<ClientConfig>) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+        let stream = TcpStream::connect(self.address).await?;
+        TlsConnector::from(Arc::clone(config)).connect(ServerName::try_from("localhost").unwrap(), stream).await
+    }
+}
+
+struct Identity {
+    certificate: String,
+    key: String,
+}
+
+#[derive(Clone)]
+struct Settings {
+    chain: String,
+    key: String,
+    server_ca: CertificateDer<'static>,
+    ca: (String, secrecy::SecretString),
+}
+
+impl Settings {
+    fn make() -> Self {
+        let mut authority = CertificateParams::default();
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
+        let created = NodeCa::create(domain(), Utc::now() - Days::days(1), Utc::now() + Days::days(30)).unwrap();
+        Self {
+            chain: leaf.pem(),
+            key: key.serialize_pem(),
+            server_ca: authority.der().clone(),
+            ca: (created.ca.certificate_pem().to_owned(), created.key_pem),
+        }
+    }
+}
+
+const H1: &[&[u8]] = &[b"http/1.1"];
+
+/// One HTTP/1.1 request on a connection that stays open.
+async fn ask<S: AsyncRead + AsyncWrite + Unpin>(stream: &mut S, path: &str) -> io::Result<(u16, String)> {
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await?;
+    answer(stream).await
+}
+
+async fn answer<S: AsyncRead + Unpin>(stream: &mut S) -> io::Result<(u16, String)> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let head = String::from_utf8_lossy(&head).to_lowercase();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let length =
+        head.lines().find_map(|line| line.strip_prefix("content-length: ")).map_or(0, |text| text.parse().unwrap());
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await?;
+    Ok((status, String::from_utf8(body).unwrap()))
+}
+
+fn hello(node_id: Uuid) -> String {
+    format!("/nodes/{node_id}/hello")
+}
+
+#[tokio::test]
+async fn a_node_is_known_by_its_certificate_on_its_own_path_alone() {
+    let world = World::with(ListenerLimits::default()).await;
+    let node_id = Uuid::now_v7();
+    let identity = world.certified(node_id, Days::hours(24));
+    let mut stream = world.connect(&world.client(Some(&identity), H1)).await.unwrap();
+    assert_eq!(ask(&mut stream, &hello(node_id)).await.unwrap(), (200, format!("{node_id} resumed=false")));
+    let (status, body) = ask(&mut stream, &hello(Uuid::now_v7())).await.unwrap();
+    assert_eq!(status, 401);
+    assert!(body.contains("invalid_node_identity") && body.contains("certificate_unknown"));
+}
+
+#[tokio::test]
+async fn without_a_certificate_node_routes_are_closed_and_others_open() {
+    let world = World::with(ListenerLimits::default()).await;
+    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+    let (status, body) = ask(&mut stream, &hello(Uuid::now_v7())).await.unwrap();
+    assert_eq!(status, 401);
+    assert!(body.contains("certificate_missing"), "{body}");
+    assert_eq!(ask(&mut stream, "/open").await.unwrap(), (200, "open".into()));
+}
+
+#[tokio::test]
+async fn a_certificate_of_another_authority_does_not_pass_the_handshake() {
+    let world = World::with(ListenerLimits::default()).await;
+    let foreign = World::with(ListenerLimits::default()).await;
+    let node_id = Uuid::now_v7();
+    let config = world.client(Some(&foreign.certified(node_id, Days::hours(1))), H1);
+    // In TLS 1.3 the client learns of it with its first read.
+    let outcome = match world.connect(&config).await {
+        Ok(mut stream) => ask(&mut stream, &hello(node_id)).await.map(|_| ()),
+        Err(error) => Err(error),
+    };
+    assert!(outcome.is_err());
+}
+
+#[tokio::test]
+async fn a_certificate_that_ends_is_refused_on_the_live_connection_and_on_a_resumed_one() {
+    let world = World::with(ListenerLimits::default()).await;
+    let node_id = Uuid::now_v7();
+    let identity = world.certified(node_id, Days::milliseconds(2_500));
+    let config = world.client(Some(&identity), H1);
+    let mut live = world.connect(&config).await.unwrap();
+    assert_eq!(ask(&mut live, &hello(node_id)).await.unwrap().0, 200);
+    tokio::time::sleep(Duration::from_millis(2_600)).await;
+    let (status, body) = ask(&mut live, &hello(node_id)).await.unwrap();
+    assert_eq!(status, 401);
+    assert!(body.contains("certificate_expired"), "{body}");
+    let mut resumed = world.connect(&config).await.unwrap();
+    assert_eq!(resumed.get_ref().1.handshake_kind(), Some(HandshakeKind::Resumed));
+    let (status, body) = ask(&mut resumed, &hello(node_id)).await.unwrap();
+    assert_eq!(status, 401);
+    assert!(body.contains("certificate_expired"), "{body}");
+}
+
+#[tokio::test]
+async fn a_session_is_resumed_at_another_replica_with_its_identity() {
+    let settings = Settings::make();
+    let first = World::shared(ListenerLimits::default(), Some(&settings)).await;
+    let second = World::shared(ListenerLimits::default(), Some(&settings)).await;
+    let node_id = Uuid::now_v7();
+    let config = first.client(Some(&first.certified(node_id, Days::hours(1))), H1);
+    let mut stream = first.connect(&config).await.unwrap();
+    assert_eq!(ask(&mut stream, &hello(node_id)).await.unwrap().0, 200);
+    let mut stream = second.connect(&config).await.unwrap();
+    assert_eq!(ask(&mut stream, &hello(node_id)).await.unwrap(), (200, format!("{node_id} resumed=true")));
+    assert_eq!(second.connections.count(node_id), 1);
+}
+
+#[tokio::test]
+async fn closing_a_node_cuts_its_requests_and_its_websockets() {
+    let world = World::with(ListenerLimits::default()).await;
+    let (node_id, other) = (Uuid::now_v7(), Uuid::now_v7());
+    let config = world.client(Some(&world.certified(node_id, Days::hours(1))), H1);
+    let mut idle = world.connect(&config).await.unwrap();
+    assert_eq!(ask(&mut idle, "/open").await.unwrap().0, 200);
+    let mut busy = world.connect(&config).await.unwrap();
+    busy.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    let mut socket = world.connect(&config).await.unwrap();
+    socket
+        .write_all(b"GET /socket HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
+        .await
+        .unwrap();
+    assert_eq!(answer(&mut socket).await.unwrap().0, 101);
+    let mut unconcerned =
+        world.connect(&world.client(Some(&world.certified(other, Days::hours(1))), H1)).await.unwrap();
+    assert_eq!(ask(&mut unconcerned, "/open").await.unwrap().0, 200);
+    assert_eq!(world.connections.count(node_id), 3);
+    assert_eq!(world.connections.close_node(node_id), 3);
+    for stream in [&mut idle, &mut busy, &mut socket] {
+        let ended = timeout(Duration::from_secs(2), stream.read_u8()).await.expect("the connection is cut");
+        assert!(ended.is_err());
+    }
+    assert_eq!(ask(&mut unconcerned, "/open").await.unwrap().0, 200);
+    assert_eq!(world.connections.count(node_id), 0);
+}
+
+#[tokio::test]
+async fn stopping_finishes_what_runs_and_takes_nothing_more() {
+    let world = World::with(ListenerLimits::default()).await;
+    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+    stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    world.stop.cancel();
+    assert_eq!(answer(&mut stream).await.unwrap(), (200, "slow".into()));
+    timeout(Duration::from_secs(2), world.serving).await.unwrap().unwrap().unwrap();
+    assert!(TcpStream::connect(world.address).await.is_err());
+}
+
+#[tokio::test]
+async fn what_does_not_finish_is_cut_at_the_end_of_the_drain_time() {
+    let world = World::with(ListenerLimits { drain: Duration::from_millis(50), ..ListenerLimits::default() }).await;
+    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+    stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    world.stop.cancel();
+    timeout(Duration::from_millis(250), world.serving).await.unwrap().unwrap().unwrap();
+    assert!(answer(&mut stream).await.is_err());
+}
+
+#[tokio::test]
+async fn a_handshake_that_never_comes_stops_nobody_and_is_given_up() {
+    let limits =
+        ListenerLimits { handshake_timeout: Duration::from_millis(200), handshakes: 2, ..ListenerLimits::default() };
+    let world = World::with(limits).await;
+    let mut silent = TcpStream::connect(world.address).await.unwrap();
+    let mut served = world.connect(&world.client(None, H1)).await.unwrap();
+    assert_eq!(ask(&mut served, "/open").await.unwrap().0, 200);
+    let mut byte = [0];
+    let ended = timeout(Duration::from_secs(2), silent.read(&mut byte)).await.expect("the connection is closed");
+    assert!(matches!(ended, Ok(0) | Err(_)));
+}
+
+#[tokio::test]
+async fn a_client_that_asks_nothing_is_let_go_over_both_protocols() {
+    let world =
+        World::with(ListenerLimits { header_read_timeout: Duration::from_millis(200), ..ListenerLimits::default() })
+            .await;
+    for alpn in [b"http/1.1".as_slice(), b"h2"] {
+        let mut stream = world.connect(&world.client(None, &[alpn])).await.unwrap();
+        let reading = async {
+            let mut bytes = [0; 256];
+            while stream.read(&mut bytes).await.is_ok_and(|read| read > 0) {}
+        };
+        timeout(Duration::from_secs(2), reading).await.expect("the connection is closed");
+    }
+    let mut slow = world.connect(&world.client(None, H1)).await.unwrap();
+    slow.write_all(b"GET /open HTTP/1.1\r\nx: ").await.unwrap();
+    let mut rest = Vec::new();
+    timeout(Duration::from_secs(2), slow.read_to_end(&mut rest)).await.expect("the connection is closed").ok();
+}
+
+#[tokio::test]
+async fn headers_over_the_limits_are_refused() {
+    let world = World::with(ListenerLimits { header_bytes: 8192, header_count: 20, ..ListenerLimits::default() }).await;
+    for headers in [format!("x: {}\r\n", "a".repeat(9_000)), (0..30).map(|n| format!("x{n}: 1\r\n")).collect()] {
+        let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+        stream.write_all(format!("GET /open HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n").as_bytes()).await.unwrap();
+        let status = answer(&mut stream).await.map(|(status, _)| status);
+        assert!(matches!(status, Ok(431)), "{status:?}");
+    }
+}
+
+#[tokio::test]
+async fn http_2_is_spoken_where_the_client_offers_it() {
+    let world = World::with(ListenerLimits::default()).await;
+    let client = reqwest::Client::builder()
+        .tls_certs_only([reqwest::Certificate::from_der(&world.server_ca).unwrap()])
+        .resolve("localhost", world.address)
+        .build()
+        .unwrap();
+    let response = client.get(format!("https://localhost:{}/open", world.address.port())).send().await.unwrap();
+    assert_eq!(response.version(), reqwest::Version::HTTP_2);
+    assert_eq!(response.text().await.unwrap(), "open");
+    let missing = client.get(format!("https://localhost:{}/nowhere", world.address.port())).send().await.unwrap();
+    assert_eq!(missing.status(), 404);
+    let body: serde_json::Value = missing.json().await.unwrap();
+    assert_eq!((&body["code"], &body["details"]["service"]), (&"not_found".into(), &"node-api".into()));
+}
+
+#[tokio::test]
+async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
+    install_crypto();
+    let routes = Router::new()
+        .route("/", axum::routing::post(|crate::body::Json(_): crate::body::Json<serde_json::Value>| async { "read" }));
+    let settings = Settings::make();
+    let config = server_config(&ServerTls {
+        certificate_chain_pem: &settings.chain,
+        key_pem: &settings.key,
+        client_authorities_pem: None,
+        tickets: None,
+    })
+    .unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = TlsServer {
+        tls: Arc::new(ArcSwap::from_pointee(config)),
+        router: finished(routes, Service { name: "api", tells_route: false }),
+        limits: ListenerLimits::default(),
+        connections: Connections::default(),
+        trust_domain: None,
+    };
+    tokio::spawn(server.serve(listener, CancellationToken::new()));
+    for http1 in [true, false] {
+        let mut client = reqwest::Client::builder()
+            .tls_certs_only([reqwest::Certificate::from_der(&settings.server_ca).unwrap()])
+            .resolve("localhost", address);
+        if http1 {
+            client = client.http1_only();
+        }
+        let response = client
+            .build()
+            .unwrap()
+            .post(format!("https://localhost:{}/", address.port()))
+            .header("content-type", "application/json")
+            .body(vec![b' '; 10 << 20])
+            .send()
+            .await
+            .unwrap();
+        assert_eq!(response.status(), 413);
+        assert!(response.text().await.unwrap().contains("payload_too_large"));
+    }
+}

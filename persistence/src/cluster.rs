@@ -1,0 +1,251 @@
+//! The cluster's books: who lives, who owns which shard, and under which epoch. Postgres is the one authority (design 6); all
+//! ages are measured on its clock.
+
+use crate::error::{Doing, StoreError, damaged};
+use domain::commit::Epoch;
+use domain::id::{MemberId, Shard};
+use domain::machine::Timestamp;
+use sqlx::postgres::PgRow;
+use sqlx::{PgPool, Row};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use uuid::Uuid;
+
+/// The bits of an epoch below its incarnation.
+const TERM_BITS: u32 = 32;
+
+/// A running process, as it reports itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Member {
+    pub id: MemberId,
+    /// For people: host and process, or a name that was given.
+    pub name: String,
+    pub started_at: Timestamp,
+    /// Version, roles, addresses: what the other members and operators are shown.
+    pub details: serde_json::Value,
+}
+
+/// A member, and how long ago it was heard here.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Heard {
+    pub member: Member,
+    pub silent_for: Duration,
+}
+
+/// Who owns a shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ownership {
+    pub shard: Shard,
+    pub owner: Option<MemberId>,
+    pub epoch: Epoch,
+}
+
+/// The cluster's books.
+#[derive(Clone, Debug)]
+pub struct Cluster {
+    pool: PgPool,
+}
+
+impl Cluster {
+    #[must_use]
+    pub const fn new(pool: PgPool) -> Self {
+        Self { pool }
+    }
+
+    /// Says that `member` lives. To be called every second.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn beat(&self, member: &Member) -> Result<(), StoreError> {
+        sqlx::query(
+            "INSERT INTO member (id, name, started_at, beat_at, details) VALUES ($1, $2, $3, clock_timestamp(), $4)
+             ON CONFLICT (id) DO UPDATE SET name = excluded.name, beat_at = excluded.beat_at, details = excluded.details",
+        )
+        .bind(member.id.0)
+        .bind(&member.name)
+        .bind(member.started_at)
+        .bind(&member.details)
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .doing("beating")
+    }
+
+    /// The members that were heard within `within`, by id.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn living(&self, within: Duration) -> Result<Vec<Heard>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT id, name, started_at, details,
+                    greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
+             FROM member WHERE beat_at > clock_timestamp() - make_interval(secs => $1) ORDER BY id",
+        )
+        .bind(within.as_secs_f64())
+        .fetch_all(&self.pool)
+        .await;
+        rows.and_then(|rows| rows.iter().map(heard).collect()).doing("reading the members")
+    }
+
+    /// Forgets a member that ended in order. Its shards should have been handed over before.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn remove(&self, member: MemberId) -> Result<(), StoreError> {
+        let done = sqlx::query("DELETE FROM member WHERE id = $1").bind(member.0).execute(&self.pool).await;
+        done.map(drop).doing("removing a member")
+    }
+
+    /// Forgets members that have been silent for `silent_for` and own nothing. Answers how many.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn forget_silent(&self, silent_for: Duration) -> Result<u64, StoreError> {
+        sqlx::query(
+            "DELETE FROM member WHERE beat_at < clock_timestamp() - make_interval(secs => $1)
+             AND NOT EXISTS (SELECT 1 FROM shard WHERE shard.owner = member.id)",
+        )
+        .bind(silent_for.as_secs_f64())
+        .execute(&self.pool)
+        .await
+        .map(|done| done.rows_affected())
+        .doing("forgetting silent members")
+    }
+
+    /// All 256 shards, in order.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn shards(&self) -> Result<Vec<Ownership>, StoreError> {
+        let rows = sqlx::query("SELECT id, owner, epoch FROM shard ORDER BY id").fetch_all(&self.pool).await;
+        rows.and_then(|rows| rows.iter().map(ownership).collect()).doing("reading the shards")
+    }
+
+    /// Makes `me` the owner of those of `seen` that still are as they were seen, and whose owner is nobody or has been silent for
+    /// `silent_for`: each with an epoch one higher. Waits for batches in flight, which commit under the old epoch. The answer
+    /// holds what was won; the rest went to another or came back to life.
+    ///
+    /// # Errors
+    /// [`StoreError`]; whether the takeover happened is then to be read from [`Cluster::shards`].
+    pub async fn take_over(
+        &self,
+        me: MemberId,
+        seen: &[Ownership],
+        silent_for: Duration,
+    ) -> Result<BTreeMap<Shard, Epoch>, StoreError> {
+        self.change(
+            sqlx::query(
+                "UPDATE shard SET owner = $1, epoch = shard.epoch + 1
+                 FROM (
+                     SELECT shard.id FROM shard
+                     JOIN unnest($2::smallint[], $3::bigint[], $4::uuid[]) AS seen (id, epoch, owner)
+                       ON seen.id = shard.id AND seen.epoch = shard.epoch AND seen.owner IS NOT DISTINCT FROM shard.owner
+                     WHERE NOT EXISTS (
+                         SELECT 1 FROM member
+                         WHERE member.id = seen.owner AND beat_at > clock_timestamp() - make_interval(secs => $5)
+                     )
+                     ORDER BY shard.id FOR UPDATE OF shard
+                 ) AS won
+                 WHERE shard.id = won.id
+                 RETURNING shard.id, shard.owner, shard.epoch",
+            )
+            .bind(me.0)
+            .bind(seen.iter().map(|seen| i16::from(seen.shard.0)).collect::<Vec<_>>())
+            .bind(seen.iter().map(|seen| seen.epoch.0).collect::<Vec<_>>())
+            .bind(seen.iter().map(|seen| seen.owner.map(|owner| owner.0)).collect::<Vec<_>>())
+            .bind(silent_for.as_secs_f64()),
+            "taking shards over",
+        )
+        .await
+    }
+
+    /// Gives those of `mine` that still are ours under these epochs to `to` (`None`: to nobody): each with an epoch one higher.
+    /// From then on nothing of ours commits there.
+    ///
+    /// # Errors
+    /// [`StoreError`]; whether the handover happened is then to be read from [`Cluster::shards`].
+    pub async fn hand_over(
+        &self,
+        me: MemberId,
+        to: Option<MemberId>,
+        mine: &[(Shard, Epoch)],
+    ) -> Result<BTreeMap<Shard, Epoch>, StoreError> {
+        self.change(
+            sqlx::query(
+                "UPDATE shard SET owner = $2, epoch = shard.epoch + 1
+                 FROM (
+                     SELECT shard.id FROM shard
+                     JOIN unnest($3::smallint[], $4::bigint[]) AS mine (id, epoch)
+                       ON mine.id = shard.id AND mine.epoch = shard.epoch AND shard.owner = $1
+                     ORDER BY shard.id FOR UPDATE OF shard
+                 ) AS given
+                 WHERE shard.id = given.id
+                 RETURNING shard.id, shard.owner, shard.epoch",
+            )
+            .bind(me.0)
+            .bind(to.map(|to| to.0))
+            .bind(mine.iter().map(|(shard, _)| i16::from(shard.0)).collect::<Vec<_>>())
+            .bind(mine.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>()),
+            "handing shards over",
+        )
+        .await
+    }
+
+    async fn change(
+        &self,
+        query: sqlx::query::Query<'_, sqlx::Postgres, sqlx::postgres::PgArguments>,
+        doing: &'static str,
+    ) -> Result<BTreeMap<Shard, Epoch>, StoreError> {
+        let rows = query.fetch_all(&self.pool).await.doing(doing)?;
+        let won: Result<Vec<Ownership>, _> = rows.iter().map(ownership).collect();
+        Ok(won.doing(doing)?.into_iter().map(|won| (won.shard, won.epoch)).collect())
+    }
+
+    /// The cluster's incarnation: 0, and after each restored backup the minute (since 1970) of that restoration.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn incarnation(&self) -> Result<i64, StoreError> {
+        let incarnation = sqlx::query_scalar("SELECT incarnation FROM cluster").fetch_one(&self.pool).await;
+        incarnation.doing("reading the incarnation")
+    }
+
+    /// To be called once on a database that was restored from a backup, while no member runs: takes every shard from its owner
+    /// and lifts all epochs above any that the lost time can have seen. Answers the new incarnation.
+    ///
+    /// # Errors
+    /// [`StoreError`]; nothing has changed then.
+    pub async fn begin_incarnation(&self) -> Result<i64, StoreError> {
+        sqlx::query_scalar(
+            "WITH begun AS (
+                 UPDATE cluster
+                 SET incarnation = greatest(incarnation + 1, (extract(epoch FROM clock_timestamp()) / 60)::bigint)
+                 RETURNING incarnation
+             ),
+             lifted AS (
+                 UPDATE shard SET owner = NULL, epoch = greatest(shard.epoch + 1, begun.incarnation << $1) FROM begun
+             )
+             SELECT incarnation FROM begun",
+        )
+        .bind(TERM_BITS.cast_signed())
+        .fetch_one(&self.pool)
+        .await
+        .doing("beginning an incarnation")
+    }
+}
+
+fn heard(row: &PgRow) -> Result<Heard, sqlx::Error> {
+    let member = Member {
+        id: MemberId(row.try_get("id")?),
+        name: row.try_get("name")?,
+        started_at: row.try_get("started_at")?,
+        details: row.try_get("details")?,
+    };
+    Ok(Heard { member, silent_for: Duration::try_from_secs_f64(row.try_get("silent")?).map_err(damaged)? })
+}
+
+fn ownership(row: &PgRow) -> Result<Ownership, sqlx::Error> {
+    let shard = u8::try_from(row.try_get::<i16, _>("id")?).map(Shard).map_err(damaged)?;
+    let owner = row.try_get::<Option<Uuid>, _>("owner")?.map(MemberId);
+    Ok(Ownership { shard, owner, epoch: Epoch(row.try_get("epoch")?) })
+}

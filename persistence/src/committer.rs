@@ -1,0 +1,169 @@
+//! The group committer: everything that is waiting *now* becomes durable in one statement (design 5).
+//!
+//! Two workers with a connection each; every shard belongs to one of them, so that a shard's transitions are numbered and made
+//! durable by one hand. There is no timer: while one batch is being committed, the next one fills. A transition is in a batch
+//! whole or not at all, and one that fails takes no other with it.
+//!
+//! | the store says | the outcome |
+//! | --- | --- |
+//! | written | [`Outcome::Applied`] |
+//! | another version, or the id is taken | [`Outcome::Conflict`] |
+//! | the command id was used | [`Outcome::Duplicate`] |
+//! | the shard has another owner or epoch | [`Outcome::Fenced`] |
+//! | a rule of the database forbids it | the batch is halved until it stands alone: [`Outcome::Refused`], the rest commits |
+//! | any other error, the connection alive | rolled back: [`Outcome::NotApplied`] (deadlocks are tried again first) |
+//! | no connection, queue full, shutting down | never sent: [`Outcome::NotApplied`] |
+//! | the connection lost or silent after sending | [`Outcome::Unknown`], and the backend is ended before the next batch |
+
+mod batch;
+mod metrics;
+mod sequence;
+mod worker;
+
+pub use metrics::CommitterMetrics;
+pub use sequence::Sequences;
+pub use worker::WorkerStatus;
+
+use crate::outbox::OutboxRow;
+use batch::Job;
+use domain::commit::{Commit, Outcome};
+use domain::id::{MemberId, Shard};
+use sqlx::PgPool;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+
+/// How the committer is set up.
+#[derive(Clone, Debug)]
+pub struct CommitterConfig {
+    /// Who we are to the shard table: a batch commits only where this member owns the shard.
+    pub member: MemberId,
+    /// Workers, each with a connection of its own.
+    pub workers: usize,
+    /// Transitions that may wait at one worker; over it a commit is [`Outcome::NotApplied`].
+    pub queue: usize,
+    /// Transitions in one statement, at most.
+    pub batch: usize,
+    /// After this the server gives a batch up.
+    pub statement_timeout: Duration,
+    /// The shards' counters. A committer that is started anew under the same epochs must be given the same ones.
+    pub sequences: Sequences,
+}
+
+impl CommitterConfig {
+    #[must_use]
+    pub fn new(member: MemberId) -> Self {
+        Self {
+            member,
+            workers: 2,
+            queue: 8192,
+            batch: 512,
+            statement_timeout: Duration::from_secs(5),
+            sequences: Sequences::default(),
+        }
+    }
+}
+
+/// A handle; clones share the workers.
+#[derive(Clone)]
+pub struct Committer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    lanes: Vec<Lane>,
+    metrics: CommitterMetrics,
+    stop: watch::Sender<bool>,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Lane {
+    jobs: mpsc::Sender<Job>,
+    status: Arc<Mutex<WorkerStatus>>,
+}
+
+impl Committer {
+    /// Starts the workers. They connect with the pool's options, on connections of their own.
+    ///
+    /// What was applied is handed to `published`, so that it need not be read back; where that channel is full the rows are
+    /// left to the poll for orphans.
+    #[must_use]
+    pub fn start(
+        pool: &PgPool,
+        config: CommitterConfig,
+        metrics: CommitterMetrics,
+        published: mpsc::Sender<Vec<OutboxRow>>,
+    ) -> Self {
+        let (stop, stopped) = watch::channel(false);
+        let options = pool.connect_options();
+        let mut lanes = Vec::new();
+        let mut tasks = Vec::new();
+        for number in 0..config.workers.max(1) {
+            let (jobs, queue) = mpsc::channel(config.queue.max(1));
+            let status = Arc::new(Mutex::new(WorkerStatus::default()));
+            let worker = worker::Worker::new(
+                number,
+                &options,
+                config.clone(),
+                metrics.clone(),
+                published.clone(),
+                Arc::clone(&status),
+            );
+            tasks.push(tokio::spawn(worker.run(queue, stopped.clone())));
+            lanes.push(Lane { jobs, status });
+        }
+        Self { inner: Arc::new(Inner { lanes, metrics, stop, tasks: Mutex::new(tasks) }) }
+    }
+
+    /// Makes one transition durable, together with what else is waiting, and says what became of it.
+    pub async fn commit(&self, commit: Commit) -> Outcome {
+        let shard = commit.shard;
+        let (answer, outcome) = oneshot::channel();
+        let outcome = match Job::new(commit, answer) {
+            Err(refused) => refused,
+            Ok(job) => match self.lane(shard).jobs.try_send(job) {
+                Ok(()) => {
+                    self.inner.metrics.waiting.inc();
+                    // The worker ended with the transition in hand.
+                    outcome.await.unwrap_or_else(|_| Outcome::Unknown { reason: "the committer ended".to_owned() })
+                }
+                Err(mpsc::error::TrySendError::Full(_)) => not_applied("the commit queue is full"),
+                Err(mpsc::error::TrySendError::Closed(_)) => not_applied("the committer is shut down"),
+            },
+        };
+        self.inner.metrics.count(&outcome);
+        outcome
+    }
+
+    /// What each worker is doing, for the supervision tree.
+    #[must_use]
+    pub fn workers(&self) -> Vec<WorkerStatus> {
+        let read = |lane: &Lane| {
+            let mut status = lane.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            status.waiting = lane.jobs.max_capacity() - lane.jobs.capacity();
+            status
+        };
+        self.inner.lanes.iter().map(read).collect()
+    }
+
+    /// Takes nothing more, commits what is waiting, and ends.
+    pub async fn close(&self) {
+        // No receiver means that the workers have ended already.
+        let _ = self.inner.stop.send(true);
+        let tasks = std::mem::take(&mut *self.inner.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        for task in tasks {
+            if let Err(error) = task.await {
+                tracing::error!(error = %error, "a committer worker ended badly");
+            }
+        }
+    }
+
+    fn lane(&self, shard: Shard) -> &Lane {
+        &self.inner.lanes[usize::from(shard.0) % self.inner.lanes.len()]
+    }
+}
+
+fn not_applied(reason: &str) -> Outcome {
+    Outcome::NotApplied { reason: reason.to_owned() }
+}

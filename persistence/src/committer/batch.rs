@@ -1,0 +1,254 @@
+//! Transitions on their way into one statement, and what the statement says of each.
+
+use super::Sequences;
+use crate::outbox::OutboxRow;
+use domain::commit::{CommandRecord, Commit, Done, Outcome};
+use domain::event::Event;
+use domain::id::{EventId, MemberId, Shard};
+use domain::machine::Audit;
+use sqlx::PgConnection;
+use sqlx::Row;
+use sqlx::postgres::{PgBindIterExt, PgRow};
+use std::collections::{BTreeSet, HashSet, VecDeque};
+use tokio::sync::oneshot;
+use uuid::Uuid;
+
+/// The statement.
+pub(super) const BATCH: &str = include_str!("batch.sql");
+
+/// A transition that waits for its commit.
+pub(super) struct Job {
+    commit: Commit,
+    /// The events and the audit rows' metadata as JSON, written by the one who asks, so that the worker only moves bytes.
+    events: Vec<String>,
+    metadata: Vec<String>,
+    /// The first of its numbers: the history row's; audit rows and events follow.
+    seq: i64,
+    answer: oneshot::Sender<Outcome>,
+}
+
+impl Job {
+    /// # Errors
+    /// [`Outcome::Refused`] where an event or an audit row cannot be written as JSON.
+    pub(super) fn new(commit: Commit, answer: oneshot::Sender<Outcome>) -> Result<Self, Outcome> {
+        let refused = |error: serde_json::Error| Outcome::Refused { constraint: format!("not JSON: {error}") };
+        let events = commit.outbox.iter().map(|(_, event)| serde_json::to_string(event));
+        let events = events.collect::<Result<_, _>>().map_err(refused)?;
+        let metadata = commit.audit.iter().map(|audit| serde_json::to_string(&audit.metadata));
+        let metadata = metadata.collect::<Result<_, _>>().map_err(refused)?;
+        Ok(Self { commit, events, metadata, seq: 0, answer })
+    }
+
+    pub(super) fn answer(self, outcome: Outcome) {
+        // The asker may be gone: then nobody is told.
+        let _ = self.answer.send(outcome);
+    }
+
+    fn command(&self) -> Option<&CommandRecord> {
+        self.commit.command.as_ref()
+    }
+
+    fn into_rows(self, rows: &mut Vec<OutboxRow>) {
+        let Commit { outbox, audit, shard, epoch, correlation_id, traceparent, at, .. } = self.commit;
+        let first = self.seq + 1 + count(audit.len());
+        for (n, (id, event)) in outbox.into_iter().enumerate() {
+            rows.push(OutboxRow {
+                id,
+                shard,
+                epoch,
+                seq: first + count(n),
+                event,
+                correlation_id: correlation_id.clone(),
+                traceparent: traceparent.clone(),
+                created_at: at,
+            });
+        }
+        let _ = self.answer.send(Outcome::Applied);
+    }
+}
+
+/// A row that is written beside a transition.
+struct Beside<'a, T> {
+    /// The transition's place in the statement's arrays, from 1.
+    ord: i64,
+    seq: i64,
+    row: &'a T,
+    json: &'a str,
+}
+
+fn beside<'a, T>(ord: i64, first: i64, rows: &'a [T], json: &'a [String]) -> impl Iterator<Item = Beside<'a, T>> {
+    let numbered = (first..).zip(rows.iter().zip(json));
+    numbered.map(move |(seq, (row, json))| Beside { ord, seq, row, json })
+}
+
+/// Transitions of different entities and different commands, sorted by entity id and numbered.
+pub(super) struct Batch {
+    jobs: Vec<Job>,
+}
+
+impl Batch {
+    /// Takes from what is waiting, oldest first, up to `limit`. A second transition of an entity, or a second use of a command
+    /// id, stays for the next batch; who no longer waits for the answer is left out.
+    pub(super) fn take(waiting: &mut VecDeque<Job>, limit: usize, sequences: &Sequences) -> Self {
+        let mut jobs = Vec::with_capacity(waiting.len().min(limit));
+        let mut entities = HashSet::with_capacity(jobs.capacity());
+        let mut commands = HashSet::with_capacity(jobs.capacity());
+        let mut stay = VecDeque::new();
+        while let Some(job) = waiting.pop_front() {
+            if jobs.len() == limit {
+                stay.push_back(job);
+                break;
+            }
+            if job.answer.is_closed() {
+                continue;
+            }
+            let command = job.command().map(|command| command.id);
+            // An entity that had to stay keeps its later transitions behind it.
+            let first = entities.insert(job.commit.entity.id);
+            if first && command.is_none_or(|id| commands.insert(id)) {
+                jobs.push(job);
+            } else {
+                stay.push_back(job);
+            }
+        }
+        stay.append(waiting);
+        *waiting = stay;
+        jobs.sort_unstable_by_key(|job| job.commit.entity.id);
+        for job in &mut jobs {
+            let rows = 1 + job.commit.audit.len() + job.commit.outbox.len();
+            job.seq = sequences.take(job.commit.shard, job.commit.epoch, rows);
+        }
+        Self { jobs }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.jobs.len()
+    }
+
+    /// The two halves, in order.
+    pub(super) fn halve(mut self) -> (Self, Self) {
+        let right = self.jobs.split_off(self.jobs.len() / 2);
+        (self, Self { jobs: right })
+    }
+
+    /// The same answer for all.
+    pub(super) fn answer(self, outcome: &Outcome) {
+        for job in self.jobs {
+            job.answer(outcome.clone());
+        }
+    }
+
+    /// Runs the statement.
+    pub(super) async fn write(
+        &self,
+        member: MemberId,
+        connection: &mut PgConnection,
+    ) -> Result<Vec<PgRow>, sqlx::Error> {
+        let shards: BTreeSet<Shard> = self.jobs.iter().map(|job| job.commit.shard).collect();
+        sqlx::query(BATCH)
+            .bind(member.0)
+            .bind(shards.iter().map(|shard| i16::from(shard.0)).bind_iter())
+            .bind(self.each(|job| job.commit.entity.id).bind_iter())
+            .bind(self.each(|job| job.commit.entity.kind.as_str()).bind_iter())
+            .bind(self.each(|job| i16::from(job.commit.shard.0)).bind_iter())
+            .bind(self.each(|job| job.commit.epoch.0).bind_iter())
+            .bind(self.each(|job| job.seq).bind_iter())
+            .bind(self.each(|job| job.commit.expected_version).bind_iter())
+            .bind(self.each(|job| job.commit.snapshot.as_str()).bind_iter())
+            .bind(self.each(|job| job.commit.from_state).bind_iter())
+            .bind(self.each(|job| job.commit.to_state).bind_iter())
+            .bind(self.each(|job| job.commit.keys.owner.as_deref()).bind_iter())
+            .bind(self.each(|job| job.commit.keys.sku).bind_iter())
+            .bind(self.each(|job| job.commit.keys.unique_name.as_deref()).bind_iter())
+            .bind(self.each(|job| job.commit.timer.as_ref().map(|timer| timer.wake_at)).bind_iter())
+            .bind(self.each(|job| job.commit.timer.as_ref().and_then(|timer| timer.deadline_at)).bind_iter())
+            .bind(self.each(|job| job.commit.timer.as_ref().map(|timer| timer.reason.as_str())).bind_iter())
+            .bind(self.each(|job| job.commit.at).bind_iter())
+            .bind(self.each(|job| job.commit.command_name).bind_iter())
+            .bind(self.each(|job| job.command().map(|command| command.id.0)).bind_iter())
+            .bind(self.each(|job| job.command().map(|command| command.digest.as_slice())).bind_iter())
+            .bind(self.each(|job| job.command().and_then(|command| command.reply.as_deref())).bind_iter())
+            .bind(self.each(|job| job.command().and_then(|command| command.consumes).map(|id| id.0)).bind_iter())
+            .bind(self.each(|job| job.commit.why.as_str()).bind_iter())
+            .bind(self.each(|job| job.commit.actor.as_str()).bind_iter())
+            .bind(self.each(|job| job.commit.correlation_id.as_str()).bind_iter())
+            .bind(self.each(|job| job.commit.traceparent.as_deref()).bind_iter())
+            .bind(self.audits().map(|said| said.ord).bind_iter())
+            .bind(self.audits().map(|said| said.seq).bind_iter())
+            .bind(self.audits().map(|said| said.row.action).bind_iter())
+            .bind(self.audits().map(|said| said.row.target.kind.as_str()).bind_iter())
+            .bind(self.audits().map(|said| said.row.target.id).bind_iter())
+            .bind(self.audits().map(|said| said.json).bind_iter())
+            .bind(self.events().map(|told| told.ord).bind_iter())
+            .bind(self.events().map(|told| told.row.0.0).bind_iter())
+            .bind(self.events().map(|told| told.seq).bind_iter())
+            .bind(self.events().map(|told| told.row.1.subject()).bind_iter())
+            .bind(self.events().map(|told| told.json).bind_iter())
+            .bind(self.resting().bind_iter())
+            .fetch_all(connection)
+            .await
+    }
+
+    /// A column of the transitions.
+    fn each<'a, T>(&'a self, value: impl Fn(&'a Job) -> T) -> impl Iterator<Item = T> {
+        self.jobs.iter().map(value)
+    }
+
+    fn audits(&self) -> impl Iterator<Item = Beside<'_, Audit>> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| beside(ord, job.seq + 1, &job.commit.audit, &job.metadata))
+    }
+
+    fn events(&self) -> impl Iterator<Item = Beside<'_, (EventId, Event)>> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| {
+            let first = job.seq + 1 + count(job.commit.audit.len());
+            beside(ord, first, &job.commit.outbox, &job.events)
+        })
+    }
+
+    /// Entities that wait for nothing and may have waited before.
+    fn resting(&self) -> impl Iterator<Item = Uuid> {
+        let rests = |job: &&Job| job.commit.timer.is_none() && job.commit.expected_version > 0;
+        self.jobs.iter().filter(rests).map(|job| job.commit.entity.id)
+    }
+
+    /// Tells everyone what the statement's answer means for them, and gives what is to be published.
+    pub(super) fn settle(self, answer: &[PgRow]) -> Vec<OutboxRow> {
+        let mut outcomes: Vec<Option<Outcome>> = vec![None; self.jobs.len()];
+        for row in answer {
+            if let Ok((place, outcome)) = read(row)
+                && let Some(slot) = outcomes.get_mut(place)
+            {
+                *slot = Some(outcome);
+            }
+        }
+        let mut published = Vec::new();
+        for (job, outcome) in self.jobs.into_iter().zip(outcomes) {
+            match outcome {
+                Some(Outcome::Applied) => job.into_rows(&mut published),
+                Some(outcome) => job.answer(outcome),
+                None => job.answer(Outcome::Unknown { reason: "the store's answer cannot be read".to_owned() }),
+            }
+        }
+        published
+    }
+}
+
+/// A row of the answer: the place in the batch, and what became of it.
+fn read(row: &PgRow) -> Result<(usize, Outcome), sqlx::Error> {
+    let place = usize::try_from(row.try_get::<i64, _>(0)? - 1).map_err(|error| sqlx::Error::Decode(error.into()))?;
+    let (held, applied): (bool, bool) = (row.try_get(1)?, row.try_get(2)?);
+    let outcome = if applied {
+        Outcome::Applied
+    } else if !held {
+        Outcome::Fenced
+    } else if let Some(entity) = row.try_get::<Option<Uuid>, _>(3)? {
+        Outcome::Duplicate(Done { entity, digest: row.try_get(4)?, reply: row.try_get(5)? })
+    } else {
+        Outcome::Conflict
+    };
+    Ok((place, outcome))
+}
+
+fn count(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX / 2)
+}

@@ -1,0 +1,331 @@
+//! One worker: a queue, a connection of its own, and the reading of what went wrong.
+
+use super::batch::{BATCH, Batch, Job};
+use super::{CommitterConfig, CommitterMetrics};
+use crate::outbox::OutboxRow;
+use domain::commit::Outcome;
+use domain::machine::Timestamp;
+use rand::RngExt;
+use sqlx::postgres::{PgConnectOptions, PgDatabaseError, PgRow, PgSeverity};
+use sqlx::{Connection, Executor, PgConnection};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout};
+
+/// How long a connection may take to open, and a lost one's backend to end.
+const CONNECT: Duration = Duration::from_secs(3);
+/// The pause after the first failed connection; it doubles up to [`PAUSE_MAX`].
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// A connection that rested longer is asked whether it lives before a batch is trusted to it: what dies on the way is *unknown*.
+const IDLE: Duration = Duration::from_millis(500);
+/// How long the client waits for an answer beyond the server's own time-out.
+const GRACE: Duration = Duration::from_secs(1);
+/// How often a batch that lost a deadlock is tried again.
+const RETRIES: u32 = 5;
+
+/// What a worker is doing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkerStatus {
+    pub connected: bool,
+    /// Transitions in its queue.
+    pub waiting: usize,
+    pub batches: u64,
+    pub last_error: Option<String>,
+    pub last_error_at: Option<Timestamp>,
+}
+
+pub(super) struct Worker {
+    config: CommitterConfig,
+    options: PgConnectOptions,
+    metrics: CommitterMetrics,
+    published: mpsc::Sender<Vec<OutboxRow>>,
+    status: Arc<Mutex<WorkerStatus>>,
+    link: Link,
+}
+
+/// The connection, or when to try again for one.
+enum Link {
+    Up { connection: PgConnection, backend: Backend, used_at: Instant },
+    Down { until: Instant, pause: Duration, doubtful: Option<Backend> },
+}
+
+/// A server process, told apart from a later one of the same number by its start.
+#[derive(Clone, Debug)]
+struct Backend {
+    pid: i32,
+    started_at: String,
+}
+
+/// Why a statement wrote nothing, or may have.
+enum Trouble {
+    /// A constraint, or a value that the database does not take.
+    Rule(String),
+    /// A deadlock or the like: the same again may pass.
+    Again(String),
+    /// Rolled back, the connection lives.
+    RolledBack(String),
+    /// No answer.
+    Unknown(String),
+}
+
+impl Worker {
+    pub(super) fn new(
+        number: usize,
+        options: &PgConnectOptions,
+        config: CommitterConfig,
+        metrics: CommitterMetrics,
+        published: mpsc::Sender<Vec<OutboxRow>>,
+        status: Arc<Mutex<WorkerStatus>>,
+    ) -> Self {
+        let link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
+        let options = session(options, number, config.statement_timeout);
+        Self { config, options, metrics, published, status, link }
+    }
+
+    /// Serves until `stop` says so and the queue is empty.
+    pub(super) async fn run(mut self, mut queue: mpsc::Receiver<Job>, mut stop: watch::Receiver<bool>) {
+        let mut waiting = VecDeque::new();
+        let limit = self.config.batch.max(1);
+        let mut arrived = Vec::new();
+        loop {
+            if waiting.is_empty() {
+                tokio::select! {
+                    biased;
+                    _ = stop.wait_for(|stop| *stop), if !queue.is_closed() => {
+                        queue.close();
+                        continue;
+                    }
+                    taken = queue.recv_many(&mut arrived, limit) => {
+                        if taken == 0 {
+                            break;
+                        }
+                    }
+                }
+                waiting.extend(arrived.drain(..));
+            }
+            // Twice the batch is enough to fill it beside those that must stay.
+            while waiting.len() < 2 * limit {
+                match queue.try_recv() {
+                    Ok(job) => waiting.push_back(job),
+                    Err(_) => break,
+                }
+            }
+            let before = waiting.len();
+            let batch = Batch::take(&mut waiting, limit, &self.config.sequences);
+            self.commit(batch).await;
+            self.metrics.waiting.sub(i64::try_from(before - waiting.len()).unwrap_or(0));
+        }
+        if let Link::Up { connection, .. } = self.link {
+            // The server notices a closed socket as well.
+            let _ = timeout(GRACE, connection.close()).await;
+        }
+    }
+
+    /// Commits the batch, halving it where a rule of the database forbids something in it.
+    async fn commit(&mut self, batch: Batch) {
+        let mut parts = VecDeque::from([(batch, 0_u32)]);
+        while let Some((part, tries)) = parts.pop_front() {
+            if part.len() == 0 {
+                continue;
+            }
+            match self.write(&part).await {
+                Ok(answer) => {
+                    let rows = part.settle(&answer);
+                    self.publish(rows);
+                }
+                Err(Trouble::Rule(rule)) if part.len() > 1 => {
+                    tracing::debug!(transitions = part.len(), rule, "a batch is halved");
+                    self.metrics.bisections.inc();
+                    let (left, right) = part.halve();
+                    parts.push_front((right, 0));
+                    parts.push_front((left, 0));
+                }
+                // A race over a command id: the next try finds it done.
+                Err(Trouble::Rule(rule)) if rule == "command_pkey" && tries < RETRIES => {
+                    parts.push_front((part, tries + 1))
+                }
+                Err(Trouble::Rule(constraint)) => part.answer(&Outcome::Refused { constraint }),
+                Err(Trouble::Again(reason)) if tries < RETRIES => {
+                    tracing::debug!(reason, "a batch is tried again");
+                    parts.push_front((part, tries + 1));
+                }
+                Err(Trouble::Again(reason) | Trouble::RolledBack(reason)) => {
+                    part.answer(&Outcome::NotApplied { reason })
+                }
+                Err(Trouble::Unknown(reason)) => part.answer(&Outcome::Unknown { reason }),
+            }
+        }
+    }
+
+    fn publish(&self, rows: Vec<OutboxRow>) {
+        if rows.is_empty() {
+            return;
+        }
+        if let Err(mpsc::error::TrySendError::Full(rows) | mpsc::error::TrySendError::Closed(rows)) =
+            self.published.try_send(rows)
+        {
+            self.metrics.unpublished.inc_by(rows.len() as u64);
+        }
+    }
+
+    async fn write(&mut self, batch: &Batch) -> Result<Vec<PgRow>, Trouble> {
+        self.connect().await.map_err(Trouble::RolledBack)?;
+        let Link::Up { connection, used_at, backend } = &mut self.link else {
+            return Err(Trouble::RolledBack("the database is not connected".to_owned()));
+        };
+        let began = Instant::now();
+        let answer = timeout(self.config.statement_timeout + GRACE, batch.write(self.config.member, connection)).await;
+        *used_at = Instant::now();
+        self.metrics.batch.observe(batch.len() as f64);
+        self.metrics.seconds.observe(began.elapsed().as_secs_f64());
+        let trouble = match answer {
+            Ok(Ok(rows)) => {
+                self.note(|status| status.batches += 1);
+                return Ok(rows);
+            }
+            Ok(Err(error)) => read_trouble(&error),
+            Err(_) => Trouble::Unknown("the database did not answer in time".to_owned()),
+        };
+        match &trouble {
+            Trouble::Rule(_) | Trouble::Again(_) => {}
+            Trouble::RolledBack(reason) => {
+                let reason = reason.clone();
+                tracing::warn!(reason, "a batch was rolled back");
+                self.failed(&reason);
+            }
+            Trouble::Unknown(reason) => {
+                let reason = reason.clone();
+                tracing::warn!(reason, transitions = batch.len(), "the fate of a batch is unknown");
+                let doubtful = Some(backend.clone());
+                self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+                self.failed(&reason);
+            }
+        }
+        Err(trouble)
+    }
+
+    /// Makes sure of a living connection, or says why there is none.
+    async fn connect(&mut self) -> Result<(), String> {
+        if let Link::Up { connection, used_at, backend } = &mut self.link
+            && used_at.elapsed() > IDLE
+        {
+            // Nothing of ours is under way on it, so nothing is lost with it.
+            if !matches!(timeout(CONNECT, connection.ping()).await, Ok(Ok(()))) {
+                let doubtful = Some(backend.clone());
+                self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+            }
+        }
+        let (until, pause, doubtful) = match &self.link {
+            Link::Up { .. } => return Ok(()),
+            Link::Down { until, pause, doubtful } => (*until, *pause, doubtful.clone()),
+        };
+        if Instant::now() < until {
+            return Err("the database cannot be reached".to_owned());
+        }
+        let opened = timeout(CONNECT, open(&self.options, doubtful.as_ref())).await;
+        let error = match opened {
+            Ok(Ok((connection, backend))) => {
+                self.metrics.connections.inc();
+                self.link = Link::Up { connection, backend, used_at: Instant::now() };
+                self.note(|status| status.connected = true);
+                return Ok(());
+            }
+            Ok(Err(error)) => format!("the database cannot be reached: {error}"),
+            Err(_) => "the database cannot be reached in time".to_owned(),
+        };
+        // Jitter, so that the members do not come back all at once.
+        let wait = pause.mul_f64(rand::rng().random_range(0.5..1.0));
+        self.link = Link::Down { until: Instant::now() + wait, pause: (pause * 2).min(PAUSE_MAX), doubtful };
+        tracing::warn!(error, "the committer has no connection");
+        self.failed(&error);
+        Err(error)
+    }
+
+    fn failed(&self, reason: &str) {
+        let connected = matches!(self.link, Link::Up { .. });
+        self.note(|status| {
+            status.connected = connected;
+            status.last_error = Some(reason.to_owned());
+            status.last_error_at = Some(chrono::Utc::now());
+        });
+    }
+
+    fn note(&self, change: impl FnOnce(&mut WorkerStatus)) {
+        change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// The settings of a committer's session. One plan, made once and told how: small batches spend no time on planning, large ones
+/// never meet a nested loop over their own arrays, and what the statistics say of an empty table is of no account.
+fn session(options: &PgConnectOptions, number: usize, statement_timeout: Duration) -> PgConnectOptions {
+    let name = format!("{} committer {number}", options.get_application_name().unwrap_or("gpuaas"));
+    let statement_timeout = statement_timeout.as_millis().to_string();
+    options.clone().application_name(&name).options([
+        ("statement_timeout", statement_timeout.as_str()),
+        // An acknowledged transition is never lost (I1), whatever the server's default.
+        ("synchronous_commit", "on"),
+        ("plan_cache_mode", "force_generic_plan"),
+        ("enable_nestloop", "off"),
+        ("enable_mergejoin", "off"),
+        ("enable_seqscan", "off"),
+        ("jit", "off"),
+        ("work_mem", "64MB"),
+    ])
+}
+
+/// Opens a connection, with the statement prepared. First the backend of the last one is ended: what it still had in hand is
+/// then either committed or never will be, and cannot come after what is sent from here on.
+async fn open(options: &PgConnectOptions, doubtful: Option<&Backend>) -> Result<(PgConnection, Backend), sqlx::Error> {
+    let mut connection = PgConnection::connect_with(options).await?;
+    if let Some(backend) = doubtful {
+        let ended: Option<bool> = sqlx::query_scalar(
+            "SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE pid = $1 AND backend_start::text = $2",
+        )
+        .bind(backend.pid)
+        .bind(&backend.started_at)
+        .fetch_optional(&mut connection)
+        .await?;
+        if ended == Some(false) {
+            return Err(sqlx::Error::Protocol(format!("backend {} of the last connection does not end", backend.pid)));
+        }
+    }
+    let (pid, started_at) =
+        sqlx::query_as("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+            .fetch_one(&mut connection)
+            .await?;
+    connection.prepare(sqlx::SqlSafeStr::into_sql_str(BATCH)).await?;
+    Ok((connection, Backend { pid, started_at }))
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is unknown here")]
+fn read_trouble(error: &sqlx::Error) -> Trouble {
+    match error {
+        sqlx::Error::Database(database) => {
+            let Some(postgres) = database.try_downcast_ref::<PgDatabaseError>() else {
+                return Trouble::Unknown(database.to_string());
+            };
+            let reason = format!("{} ({})", postgres.message(), postgres.code());
+            match postgres.severity() {
+                // The backend ended; it may have committed before.
+                PgSeverity::Fatal | PgSeverity::Panic => Trouble::Unknown(reason),
+                PgSeverity::Error
+                | PgSeverity::Warning
+                | PgSeverity::Notice
+                | PgSeverity::Debug
+                | PgSeverity::Info
+                | PgSeverity::Log => match postgres.code().get(..2) {
+                    // Integrity constraints; values that no column takes; limits of size.
+                    Some("22" | "23" | "54") => Trouble::Rule(postgres.constraint().map_or(reason, str::to_owned)),
+                    Some("40") => Trouble::Again(reason),
+                    _ => Trouble::RolledBack(reason),
+                },
+            }
+        }
+        // Made before anything was sent.
+        sqlx::Error::Encode(error) => Trouble::Rule(error.to_string()),
+        error => Trouble::Unknown(error.to_string()),
+    }
+}

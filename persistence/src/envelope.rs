@@ -1,0 +1,319 @@
+//! Envelope encryption of what must be readable again: AES-256-GCM under a fresh data key for every value, the data key sealed
+//! under a key of the key ring (the key-encryption keys, KEK). The place of the value (table, column and row id) is
+//! authenticated with both, so that a sealed value moved elsewhere does not open.
+//!
+//! # Key ring file
+//! Lines of text; `#` begins a comment. `key ID BASE64` gives a key of 32 bytes (an id is 1 to 64 of `[A-Za-z0-9._-]`),
+//! `active ID` names the one that seals. The others still open, so a key is rotated by adding a new one, making it active, and
+//! removing the old when nothing is sealed under it.
+//!
+//! # Sealed value, version 1
+//! `1 · length of key id · key id · nonce (12) · sealed data key (32 + 16) · nonce (12) · ciphertext + 16`.
+
+use aes_gcm::aead::{Aead, Generate, KeyInit, Payload};
+use aes_gcm::{Aes256Gcm, Key};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use secrecy::SecretSlice;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{self, Write};
+use std::path::Path;
+use zeroize::Zeroizing;
+
+const VERSION: u8 = 1;
+const KEY: usize = 32;
+const NONCE: usize = 12;
+const TAG: usize = 16;
+
+/// Where a sealed value lives. What was sealed for one place opens in no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place<'a> {
+    pub table: &'a str,
+    pub column: &'a str,
+    pub row: &'a str,
+}
+
+impl Place<'_> {
+    /// Each part with its length before it: `("a", "bc")` and `("ab", "c")` are different places.
+    fn associated_data(&self, layer: u8, key_id: &str) -> Vec<u8> {
+        let mut data = vec![VERSION, layer];
+        for part in [self.table, self.column, self.row, key_id] {
+            data.extend_from_slice(&(part.len() as u64).to_be_bytes());
+            data.extend_from_slice(part.as_bytes());
+        }
+        data
+    }
+}
+
+const DATA_KEY: u8 = b'k';
+const DATA: u8 = b'd';
+
+/// The key-encryption keys by id, and which of them seals.
+pub struct KeyRing {
+    active: String,
+    keys: BTreeMap<String, Zeroizing<[u8; KEY]>>,
+}
+
+impl fmt::Debug for KeyRing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ids: Vec<_> = self.keys.keys().collect();
+        f.debug_struct("KeyRing").field("active", &self.active).field("ids", &ids).finish()
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum KeyRingError {
+    #[error("the key ring file {path} could not be read or written")]
+    File {
+        path: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("line {line} of the key ring: {problem}")]
+    Line { line: usize, problem: &'static str },
+    #[error("the key ring names no active key among its keys")]
+    NoActive,
+}
+
+/// A sealed value did not open.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EnvelopeError {
+    #[error("the sealed value is of format {0}, which this release does not know")]
+    Format(u8),
+    #[error("the sealed value is cut short")]
+    Short,
+    #[error("the value is sealed under key {0:?}, which is not in the key ring")]
+    UnknownKey(String),
+    /// Another key under the same id, another place, or altered bytes: which of them cannot be told.
+    #[error("the sealed value does not open here")]
+    Refused,
+}
+
+impl KeyRing {
+    /// Reads the file described above.
+    ///
+    /// # Errors
+    /// [`KeyRingError`] names the line, never its content.
+    pub fn load(path: &Path) -> Result<Self, KeyRingError> {
+        let file = |source| KeyRingError::File { path: path.display().to_string(), source };
+        let text = Zeroizing::new(std::fs::read_to_string(path).map_err(file)?);
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = std::fs::metadata(path).map_err(file)?.permissions().mode();
+            if mode & 0o077 != 0 {
+                tracing::warn!(path = %path.display(), "the key ring file can be read by others than its owner");
+            }
+        }
+        Self::parse(&text)
+    }
+
+    /// Makes a key ring of one fresh key and writes it where no file is yet, readable by its owner alone. For development:
+    /// production brings its own.
+    ///
+    /// # Errors
+    /// [`KeyRingError::File`] where the file exists or cannot be written.
+    pub fn create(path: &Path) -> Result<Self, KeyRingError> {
+        let file = |source| KeyRingError::File { path: path.display().to_string(), source };
+        let key = Zeroizing::new(<[u8; KEY]>::generate());
+        let encoded = Zeroizing::new(STANDARD.encode(key.as_slice()));
+        let text = Zeroizing::new(format!("# Made for development.\nactive dev\nkey dev {}\n", encoded.as_str()));
+        let mut options = std::fs::OpenOptions::new();
+        options.write(true).create_new(true);
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::OpenOptionsExt;
+            options.mode(0o600);
+        }
+        let mut out = options.open(path).map_err(file)?;
+        out.write_all(text.as_bytes()).and_then(|()| out.sync_all()).map_err(file)?;
+        Self::parse(&text)
+    }
+
+    /// # Errors
+    /// As [`KeyRing::load`].
+    pub fn parse(text: &str) -> Result<Self, KeyRingError> {
+        let mut active = None;
+        let mut keys = BTreeMap::new();
+        for (index, line) in text.lines().enumerate() {
+            let wrong = |problem| KeyRingError::Line { line: index + 1, problem };
+            let content = line.split('#').next().unwrap_or_default();
+            let words: Vec<&str> = content.split_whitespace().collect();
+            match words.as_slice() {
+                [] => {}
+                ["active", id] => {
+                    if active.replace((*id).to_owned()).is_some() {
+                        return Err(wrong("a second active key"));
+                    }
+                }
+                ["key", id, encoded] => {
+                    if !is_key_id(id) {
+                        return Err(wrong("a key id is 1 to 64 of A-Z a-z 0-9 . _ -"));
+                    }
+                    let bytes = STANDARD.decode(encoded).map(Zeroizing::new).map_err(|_| wrong("not base64"))?;
+                    let key = <[u8; KEY]>::try_from(bytes.as_slice()).map_err(|_| wrong("a key has 32 bytes"))?;
+                    if keys.insert((*id).to_owned(), Zeroizing::new(key)).is_some() {
+                        return Err(wrong("this key id stands twice"));
+                    }
+                }
+                _ => return Err(wrong("expected `key ID BASE64` or `active ID`")),
+            }
+        }
+        match active {
+            Some(active) if keys.contains_key(&active) => Ok(Self { active, keys }),
+            Some(_) | None => Err(KeyRingError::NoActive),
+        }
+    }
+
+    /// The id of the key that seals.
+    #[must_use]
+    pub fn active(&self) -> &str {
+        &self.active
+    }
+
+    /// Seals `plain` for `place` under the active key.
+    ///
+    /// # Errors
+    /// [`EnvelopeError::Refused`] where the value is longer than the cipher allows (64 GiB).
+    pub fn seal(&self, place: &Place<'_>, plain: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
+        let id = self.active.as_str();
+        let kek = self.keys.get(id).ok_or_else(|| EnvelopeError::UnknownKey(id.to_owned()))?;
+        let data_key = Zeroizing::new(<[u8; KEY]>::generate());
+        let mut sealed = vec![VERSION, u8::try_from(id.len()).map_err(|_| EnvelopeError::Refused)?];
+        sealed.extend_from_slice(id.as_bytes());
+        sealed.extend_from_slice(&encrypt(kek, &place.associated_data(DATA_KEY, id), data_key.as_slice())?);
+        sealed.extend_from_slice(&encrypt(&data_key, &place.associated_data(DATA, id), plain)?);
+        Ok(sealed)
+    }
+
+    /// Opens what was sealed for the same place, under any key of the ring.
+    ///
+    /// # Errors
+    /// [`EnvelopeError`]: cut short, of another format, under a missing key, or not meant for this place.
+    pub fn open(&self, place: &Place<'_>, sealed: &[u8]) -> Result<SecretSlice<u8>, EnvelopeError> {
+        let (&version, rest) = sealed.split_first().ok_or(EnvelopeError::Short)?;
+        if version != VERSION {
+            return Err(EnvelopeError::Format(version));
+        }
+        let (&length, rest) = rest.split_first().ok_or(EnvelopeError::Short)?;
+        let (id, rest) = rest.split_at_checked(usize::from(length)).ok_or(EnvelopeError::Short)?;
+        let (wrapped, data) = rest.split_at_checked(NONCE + KEY + TAG).ok_or(EnvelopeError::Short)?;
+        let id = std::str::from_utf8(id).map_err(|_| EnvelopeError::Refused)?;
+        let kek = self.keys.get(id).ok_or_else(|| EnvelopeError::UnknownKey(id.to_owned()))?;
+        let data_key = decrypt(kek, &place.associated_data(DATA_KEY, id), wrapped)?;
+        let data_key = Zeroizing::new(<[u8; KEY]>::try_from(data_key.as_slice()).map_err(|_| EnvelopeError::Refused)?);
+        let mut plain = decrypt(&data_key, &place.associated_data(DATA, id), data)?;
+        Ok(SecretSlice::from(std::mem::take(&mut *plain)))
+    }
+}
+
+fn is_key_id(id: &str) -> bool {
+    (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+}
+
+fn cipher(key: &[u8; KEY]) -> Aes256Gcm {
+    let key: &Key<Aes256Gcm> = key.into();
+    Aes256Gcm::new(key)
+}
+
+/// Nonce and ciphertext.
+fn encrypt(key: &[u8; KEY], aad: &[u8], msg: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
+    let nonce = <[u8; NONCE]>::generate();
+    let mut out = nonce.to_vec();
+    out.extend(cipher(key).encrypt(&nonce.into(), Payload { msg, aad }).map_err(|_| EnvelopeError::Refused)?);
+    Ok(out)
+}
+
+fn decrypt(key: &[u8; KEY], aad: &[u8], sealed: &[u8]) -> Result<Zeroizing<Vec<u8>>, EnvelopeError> {
+    let (nonce, msg) = sealed.split_first_chunk::<NONCE>().ok_or(EnvelopeError::Short)?;
+    cipher(key).decrypt(&(*nonce).into(), Payload { msg, aad }).map(Zeroizing::new).map_err(|_| EnvelopeError::Refused)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use secrecy::ExposeSecret;
+
+    const HERE: Place<'_> = Place { table: "secret", column: "sealed", row: "node-ca" };
+
+    fn ring(active: &str, ids: &[(&str, u8)]) -> KeyRing {
+        let mut text = format!("active {active}\n");
+        for (id, byte) in ids {
+            text.push_str(&format!("key {id} {} # comment\n", STANDARD.encode([*byte; 32])));
+        }
+        KeyRing::parse(&text).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_sealed_opens_in_its_place_and_in_no_other(plain: Vec<u8>, at in 0_usize..200, bit in 0_u8..8) {
+            let ring = ring("a", &[("a", 1)]);
+            let sealed = ring.seal(&HERE, &plain).unwrap();
+            let opened = ring.open(&HERE, &sealed).unwrap();
+            prop_assert_eq!(opened.expose_secret(), plain.as_slice());
+
+            for place in [Place { row: "node-cb", ..HERE }, Place { column: "x", ..HERE }, Place { table: "t", ..HERE }] {
+                prop_assert_eq!(ring.open(&place, &sealed).unwrap_err(), EnvelopeError::Refused);
+            }
+            let mut altered = sealed.clone();
+            let at = at % altered.len();
+            altered[at] ^= 1 << bit;
+            prop_assert!(ring.open(&HERE, &altered).is_err());
+            prop_assert!(ring.open(&HERE, &sealed[..at]).is_err());
+        }
+    }
+
+    #[test]
+    fn a_key_is_rotated_by_adding_one_and_making_it_active() {
+        let sealed = ring("a", &[("a", 1)]).seal(&HERE, b"x").unwrap();
+        let rotated = ring("b", &[("a", 1), ("b", 2)]);
+        assert_eq!(rotated.open(&HERE, &sealed).unwrap().expose_secret(), b"x");
+        let anew = rotated.seal(&HERE, b"x").unwrap();
+        let old = ring("a", &[("a", 1)]);
+        assert_eq!(old.open(&HERE, &anew).unwrap_err(), EnvelopeError::UnknownKey("b".to_owned()));
+    }
+
+    #[test]
+    fn another_key_under_the_same_id_does_not_open_it() {
+        let sealed = ring("a", &[("a", 1)]).seal(&HERE, b"x").unwrap();
+        assert_eq!(ring("a", &[("a", 2)]).open(&HERE, &sealed).unwrap_err(), EnvelopeError::Refused);
+    }
+
+    #[test]
+    fn the_same_value_never_looks_the_same_twice() {
+        let ring = ring("a", &[("a", 1)]);
+        assert_ne!(ring.seal(&HERE, b"x").unwrap(), ring.seal(&HERE, b"x").unwrap());
+    }
+
+    #[test]
+    fn another_format_is_named() {
+        assert_eq!(ring("a", &[("a", 1)]).open(&HERE, &[9, 9]).unwrap_err(), EnvelopeError::Format(9));
+    }
+
+    #[test]
+    fn a_broken_key_ring_is_refused_by_line_and_never_quoted() {
+        let short = format!("active a\nkey a {}", STANDARD.encode([7_u8; 31]));
+        for text in ["key a !!!\nactive a", &short, "active a", "key", "", "active a\nactive a"] {
+            let error = KeyRing::parse(text).unwrap_err();
+            assert!(!format!("{error:?}").contains("!!!"));
+        }
+        assert!(!format!("{:?}", ring("a", &[("a", 1)])).contains(&STANDARD.encode([1_u8; 32])));
+    }
+
+    #[test]
+    fn a_made_key_ring_is_its_owners_alone_and_is_never_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kek");
+        let sealed = KeyRing::create(&path).unwrap().seal(&HERE, b"x").unwrap();
+        assert_eq!(KeyRing::load(&path).unwrap().open(&HERE, &sealed).unwrap().expose_secret(), b"x");
+        assert!(KeyRing::create(&path).is_err());
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! What a statement outside the committer can fail with.
+
+/// A statement failed. `doing` is for the operator's eye; what a caller of the API is told is the edge's to choose.
+#[derive(Debug, thiserror::Error)]
+#[error("the store failed while {doing}")]
+pub struct StoreError {
+    pub doing: &'static str,
+    #[source]
+    pub source: sqlx::Error,
+}
+
+impl StoreError {
+    /// True where the database could not be reached or had no time: trying again may help.
+    #[must_use]
+    #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is a defect")]
+    pub fn is_unavailable(&self) -> bool {
+        match &self.source {
+            sqlx::Error::Io(_)
+            | sqlx::Error::Tls(_)
+            | sqlx::Error::Protocol(_)
+            | sqlx::Error::PoolTimedOut
+            | sqlx::Error::PoolClosed
+            | sqlx::Error::WorkerCrashed => true,
+            sqlx::Error::Database(error) => {
+                // Connection exceptions, rollbacks, lack of resources, operator intervention, lock not available.
+                let code = error.code().unwrap_or_default();
+                ["08", "40", "53", "57", "55P03"].iter().any(|class| code.starts_with(class))
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Names what was being done.
+pub(crate) trait Doing<T> {
+    fn doing(self, doing: &'static str) -> Result<T, StoreError>;
+}
+
+impl<T> Doing<T> for Result<T, sqlx::Error> {
+    fn doing(self, doing: &'static str) -> Result<T, StoreError> {
+        self.map_err(|source| StoreError { doing, source })
+    }
+}
+
+/// A row that does not mean what this release expects.
+pub(crate) fn damaged(error: impl std::error::Error + Send + Sync + 'static) -> sqlx::Error {
+    sqlx::Error::Decode(Box::new(error))
+}

@@ -1,0 +1,75 @@
+//! Rows of the outbox: events that are not yet settled. The committer writes them and deletes the one whose effect it commits;
+//! here are those that nothing follows from, deleted when the broker has acknowledged them.
+
+use crate::error::{Doing, StoreError};
+use domain::commit::Epoch;
+use domain::event::Event;
+use domain::id::{EventId, Shard};
+use domain::machine::Timestamp;
+use sqlx::PgPool;
+use std::time::Duration;
+use uuid::Uuid;
+
+/// An event on its way to the broker. `(shard, epoch, seq)` is the order of commits within a shard.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutboxRow {
+    pub id: EventId,
+    pub shard: Shard,
+    pub epoch: Epoch,
+    pub seq: i64,
+    pub event: Event,
+    pub correlation_id: String,
+    pub traceparent: Option<String>,
+    /// When it happened, by the clock of the member that decided it.
+    pub created_at: Timestamp,
+}
+
+/// What is unsettled, across all shards.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Backlog {
+    pub rows: u64,
+    /// Age of the oldest row, by the database's clock; zero where there is none.
+    pub oldest: Duration,
+}
+
+/// Settling and watching the outbox.
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    pool: PgPool,
+}
+
+impl Outbox {
+    #[must_use]
+    pub const fn new(pool: PgPool) -> Self {
+        Self { pool }
+    }
+
+    /// Deletes the rows of these events: the broker has acknowledged them and nothing follows, or what follows turned out to
+    /// change nothing. Rows that are gone already are no error. Answers how many went.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the rows then stay and are published again, which is harmless.
+    pub async fn settle(&self, ids: &[EventId]) -> Result<u64, StoreError> {
+        if ids.is_empty() {
+            return Ok(0);
+        }
+        let mut ids: Vec<Uuid> = ids.iter().map(|id| id.0).collect();
+        ids.sort_unstable();
+        let done = sqlx::query("DELETE FROM outbox WHERE id = ANY ($1)").bind(ids).execute(&self.pool).await;
+        done.map(|done| done.rows_affected()).doing("settling outbox rows")
+    }
+
+    /// How much is unsettled, for the metrics.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn backlog(&self) -> Result<Backlog, StoreError> {
+        let (rows, oldest): (i64, f64) = sqlx::query_as(
+            "SELECT count(*), coalesce(greatest(extract(epoch FROM now() - min(written_at)), 0), 0)::float8 FROM outbox",
+        )
+        .fetch_one(&self.pool)
+        .await
+        .doing("measuring the outbox")?;
+        Ok(Backlog { rows: rows.unsigned_abs(), oldest: Duration::try_from_secs_f64(oldest).unwrap_or_default() })
+    }
+}

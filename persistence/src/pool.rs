@@ -1,0 +1,112 @@
+//! How this process reaches Postgres.
+
+use secrecy::{ExposeSecret, SecretString};
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Where the database is and how many connections the reads may hold. The committer's workers hold one more each.
+#[derive(Clone, Debug)]
+pub struct PoolConfig {
+    /// `postgres://user:password@host:port/database`; client certificates by `sslcert` and `sslkey`; a socket's folder by
+    /// `?host=/folder`.
+    pub url: SecretString,
+    /// The authority that signed the server's certificate. With it the link is TLS and the server's name is checked. Without
+    /// it only a socket or a loopback address is spoken to, since everything would pass in clear.
+    pub ca: Option<PathBuf>,
+    /// As `pg_stat_activity` shows this process.
+    pub application_name: String,
+    pub connections: u32,
+    /// How long a read waits for a connection.
+    pub acquire_timeout: Duration,
+    /// After this the server gives a read up.
+    pub statement_timeout: Duration,
+}
+
+impl PoolConfig {
+    #[must_use]
+    pub fn new(url: SecretString, ca: Option<PathBuf>) -> Self {
+        Self {
+            url,
+            ca,
+            application_name: "gpuaas".to_owned(),
+            connections: 16,
+            acquire_timeout: Duration::from_secs(3),
+            statement_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    // The source is left out: it may quote the URL, and with it the password.
+    #[error("the database URL cannot be read: it should look like postgres://user:password@host:5432/database")]
+    Url,
+    #[error("the database at {host} is not local and no certificate authority is configured to know it by")]
+    Unverified { host: String },
+}
+
+/// A pool that connects when it is first used.
+///
+/// # Errors
+/// [`PoolError`] where the URL is malformed, or names a foreign host that could not be verified.
+pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
+    let milliseconds = config.statement_timeout.as_millis().to_string();
+    let options = connect_options(config)?.options([("statement_timeout", milliseconds.as_str())]);
+    Ok(PgPoolOptions::new()
+        .max_connections(config.connections)
+        .acquire_timeout(config.acquire_timeout)
+        .idle_timeout(Duration::from_secs(300))
+        .connect_lazy_with(options))
+}
+
+fn connect_options(config: &PoolConfig) -> Result<PgConnectOptions, PoolError> {
+    let options = PgConnectOptions::from_str(config.url.expose_secret()).map_err(|_| PoolError::Url)?;
+    let options = options.application_name(&config.application_name);
+    match &config.ca {
+        Some(ca) => Ok(options.ssl_mode(PgSslMode::VerifyFull).ssl_root_cert(ca)),
+        None if is_local(&options) => Ok(options),
+        None => Err(PoolError::Unverified { host: options.get_host().to_owned() }),
+    }
+}
+
+fn is_local(options: &PgConnectOptions) -> bool {
+    let host = options.get_host();
+    let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+    options.get_socket().is_some()
+        || host.starts_with('/')
+        || host == "localhost"
+        || address.is_ok_and(|address| address.is_loopback())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn reach(url: &str, ca: Option<&str>) -> Result<PgConnectOptions, PoolError> {
+        connect_options(&PoolConfig::new(url.into(), ca.map(PathBuf::from)))
+    }
+
+    #[test]
+    fn a_foreign_host_is_not_spoken_to_in_clear() {
+        let refused = reach("postgres://u:secret@db.example/x?sslmode=disable", None).unwrap_err();
+        assert!(matches!(&refused, PoolError::Unverified { host } if host == "db.example"));
+        let verified = reach("postgres://u:secret@db.example/x?sslmode=disable", Some("/ca.pem")).unwrap();
+        assert!(matches!(verified.get_ssl_mode(), PgSslMode::VerifyFull));
+    }
+
+    #[test]
+    fn a_socket_and_loopback_need_no_authority() {
+        for url in ["postgres://u@127.0.0.1/x", "postgres://u@[::1]/x", "postgres:///x?host=/run/postgresql"] {
+            assert!(reach(url, None).is_ok(), "{url}");
+        }
+    }
+
+    #[test]
+    fn a_bad_url_is_refused_without_quoting_it() {
+        let error = reach("postgres//u:hunter2@x", None).unwrap_err();
+        assert!(!format!("{error} {error:?}").contains("hunter2"));
+    }
+}

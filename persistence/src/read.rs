@@ -1,0 +1,54 @@
+//! Reads that never enter a mailbox. What they answer was committed; how fresh it is, is the transaction's instant.
+//!
+//! Bodies come as the JSON text that was committed: whoever asks knows the machine and decodes it.
+
+mod audit;
+mod entity;
+mod policy;
+mod shard;
+
+pub use audit::{AuditFilter, AuditPlace, AuditRow};
+pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, StateCount};
+pub use shard::{Due, Overdue};
+
+use sqlx::PgPool;
+
+/// The most rows of one page.
+pub const PAGE_MAX: u32 = 1000;
+
+/// The reads, over a pool.
+#[derive(Clone, Debug)]
+pub struct Reads {
+    pool: PgPool,
+}
+
+impl Reads {
+    #[must_use]
+    pub const fn new(pool: PgPool) -> Self {
+        Self { pool }
+    }
+}
+
+/// Some rows of a list, and where the next ones begin.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Page<T, P> {
+    pub items: Vec<T>,
+    /// `None`: these were the last.
+    pub next: Option<P>,
+}
+
+impl<T, P> Page<T, P> {
+    /// From one row more than was asked for, if there is one.
+    fn of(mut items: Vec<T>, limit: u32, place: impl Fn(&T) -> P) -> Self {
+        let limit = limit.clamp(1, PAGE_MAX) as usize;
+        let more = items.len() > limit;
+        items.truncate(limit);
+        let next = if more { items.last().map(place) } else { None };
+        Self { items, next }
+    }
+}
+
+/// One row more than the page holds, so that the end is known.
+fn one_more(limit: u32) -> i64 {
+    i64::from(limit.clamp(1, PAGE_MAX)) + 1
+}

@@ -1,0 +1,260 @@
+//! Entities, their lists and their histories.
+
+use super::{Page, Reads, one_more};
+use crate::error::{Doing, StoreError, damaged};
+use domain::commit::{Done, Epoch, Snapshot};
+use domain::id::{CommandId, EntityRef, Kind, Shard, SkuId};
+use domain::machine::Timestamp;
+use sqlx::postgres::PgRow;
+use sqlx::{Postgres, QueryBuilder, Row};
+use uuid::Uuid;
+
+/// An entity as it was last committed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EntityRow {
+    pub entity: EntityRef,
+    pub version: i64,
+    pub state: String,
+    /// JSON.
+    pub body: String,
+    pub owner: Option<String>,
+    pub sku: Option<Uuid>,
+    pub unique_name: Option<String>,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+}
+
+/// Which entities of a kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListFilter {
+    pub owner: Option<String>,
+    pub state: Option<String>,
+    pub sku: Option<Uuid>,
+}
+
+/// A place in a list of entities: the row after which the page begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Cursor {
+    pub created_at: Timestamp,
+    pub id: Uuid,
+}
+
+/// One transition of an entity.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HistoryRow {
+    pub entity: Uuid,
+    /// The version that it led to.
+    pub version: i64,
+    pub shard: Shard,
+    pub epoch: Epoch,
+    pub seq: i64,
+    pub command: String,
+    pub command_id: Option<CommandId>,
+    pub from_state: Option<String>,
+    pub to_state: String,
+    pub why: String,
+    pub actor: String,
+    pub correlation_id: String,
+    pub at: Timestamp,
+}
+
+/// How many entities of a kind are in a state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateCount {
+    pub kind: Kind,
+    pub state: String,
+    pub count: u64,
+}
+
+const COLUMNS: &str =
+    "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at FROM entity";
+
+impl Reads {
+    /// What the shell loads: version and body.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn snapshot(&self, entity: EntityRef) -> Result<Option<Snapshot>, StoreError> {
+        let row = sqlx::query_as("SELECT version, body::text FROM entity WHERE id = $1 AND kind = $2")
+            .bind(entity.id)
+            .bind(entity.kind.as_str())
+            .fetch_optional(&self.pool)
+            .await;
+        row.map(|row| row.map(|(version, body)| Snapshot { version, body })).doing("loading an entity")
+    }
+
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn entity(&self, entity: EntityRef) -> Result<Option<EntityRow>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
+        query.push(" WHERE id = ").push_bind(entity.id).push(" AND kind = ").push_bind(entity.kind.as_str());
+        let row = query.build().fetch_optional(&self.pool).await;
+        row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity")
+    }
+
+    /// Entities of a kind, oldest first.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn list(
+        &self,
+        kind: Kind,
+        filter: &ListFilter,
+        after: Option<Cursor>,
+        limit: u32,
+    ) -> Result<Page<EntityRow, Cursor>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
+        query.push(" WHERE kind = ").push_bind(kind.as_str());
+        if let Some(owner) = &filter.owner {
+            query.push(" AND owner = ").push_bind(owner);
+        }
+        if let Some(state) = &filter.state {
+            query.push(" AND state = ").push_bind(state);
+        }
+        if let Some(sku) = filter.sku {
+            query.push(" AND sku = ").push_bind(sku);
+        }
+        if let Some(after) = after {
+            query
+                .push(" AND (created_at, id) > (")
+                .push_bind(after.created_at)
+                .push(", ")
+                .push_bind(after.id)
+                .push(")");
+        }
+        query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
+        let rows = query.build().fetch_all(&self.pool).await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(entity_row).collect());
+        let place = |row: &EntityRow| Cursor { created_at: row.created_at, id: row.entity.id };
+        Ok(Page::of(rows.doing("listing entities")?, limit, place))
+    }
+
+    /// The nodes of a SKU that are in one of `states` (none given: in any), by id: what placement chooses from.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn nodes_of_sku(&self, sku: SkuId, states: &[&str]) -> Result<Vec<EntityRow>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
+        query.push(" WHERE kind = 'node' AND sku = ").push_bind(sku.0);
+        if !states.is_empty() {
+            query.push(" AND state = ANY (").push_bind(states).push(")");
+        }
+        query.push(" ORDER BY id");
+        let rows = query.build().fetch_all(&self.pool).await;
+        rows.and_then(|rows| rows.iter().map(entity_row).collect()).doing("reading the nodes of a SKU")
+    }
+
+    /// The entity of a kind that has this unique name, or this id in text form (a node's or allocation's `sku` is either).
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn named(&self, kind: Kind, name_or_id: &str) -> Result<Option<EntityRow>, StoreError> {
+        if let Ok(id) = Uuid::parse_str(name_or_id)
+            && let Some(row) = self.entity(EntityRef { kind, id }).await?
+        {
+            return Ok(Some(row));
+        }
+        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
+        query.push(" WHERE kind = ").push_bind(kind.as_str()).push(" AND unique_name = ").push_bind(name_or_id);
+        let row = query.build().fetch_optional(&self.pool).await;
+        row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity by name")
+    }
+
+    /// The transitions of an entity, newest first; `before` is the version after which the page begins.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn history(
+        &self,
+        entity: Uuid,
+        before: Option<i64>,
+        limit: u32,
+    ) -> Result<Page<HistoryRow, i64>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT entity, version, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
+                    correlation_id, at
+             FROM history WHERE entity = $1 AND version < $2 ORDER BY version DESC LIMIT $3",
+        )
+        .bind(entity)
+        .bind(before.unwrap_or(i64::MAX))
+        .bind(one_more(limit))
+        .fetch_all(&self.pool)
+        .await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(history_row).collect());
+        Ok(Page::of(rows.doing("reading a history")?, limit, |row| row.version))
+    }
+
+    /// A command that was carried out within the last day.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn command(&self, id: CommandId) -> Result<Option<Done>, StoreError> {
+        let row = sqlx::query_as("SELECT entity, digest, reply::text FROM command WHERE id = $1")
+            .bind(id.0)
+            .fetch_optional(&self.pool)
+            .await;
+        row.map(|row| row.map(|(entity, digest, reply)| Done { entity, digest, reply })).doing("reading a command")
+    }
+
+    /// How many entities there are, by kind and state. Kinds of a newer release are left out.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn counts(&self) -> Result<Vec<StateCount>, StoreError> {
+        let rows: Vec<(String, String, i64)> =
+            sqlx::query_as("SELECT kind, state, count(*) FROM entity GROUP BY kind, state ORDER BY kind, state")
+                .fetch_all(&self.pool)
+                .await
+                .doing("counting entities")?;
+        let known = |(kind, state, count): (String, String, i64)| {
+            Some(StateCount { kind: Kind::parse(&kind)?, state, count: count.unsigned_abs() })
+        };
+        Ok(rows.into_iter().filter_map(known).collect())
+    }
+}
+
+/// A kind that a newer release writes.
+#[derive(Debug, thiserror::Error)]
+#[error("this release knows no kind {0:?}")]
+struct UnknownKind(String);
+
+pub(super) fn kind(row: &PgRow) -> Result<Kind, sqlx::Error> {
+    let kind: String = row.try_get("kind")?;
+    Kind::parse(&kind).ok_or_else(|| damaged(UnknownKind(kind)))
+}
+
+pub(super) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
+    u8::try_from(row.try_get::<i16, _>("shard")?).map(Shard).map_err(damaged)
+}
+
+fn entity_row(row: &PgRow) -> Result<EntityRow, sqlx::Error> {
+    Ok(EntityRow {
+        entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
+        version: row.try_get("version")?,
+        state: row.try_get("state")?,
+        body: row.try_get("body")?,
+        owner: row.try_get("owner")?,
+        sku: row.try_get("sku")?,
+        unique_name: row.try_get("unique_name")?,
+        created_at: row.try_get("created_at")?,
+        updated_at: row.try_get("updated_at")?,
+    })
+}
+
+fn history_row(row: &PgRow) -> Result<HistoryRow, sqlx::Error> {
+    Ok(HistoryRow {
+        entity: row.try_get("entity")?,
+        version: row.try_get("version")?,
+        shard: shard(row)?,
+        epoch: Epoch(row.try_get("epoch")?),
+        seq: row.try_get("seq")?,
+        command: row.try_get("command")?,
+        command_id: row.try_get::<Option<Uuid>, _>("command_id")?.map(CommandId),
+        from_state: row.try_get("from_state")?,
+        to_state: row.try_get("to_state")?,
+        why: row.try_get("why")?,
+        actor: row.try_get("actor")?,
+        correlation_id: row.try_get("correlation_id")?,
+        at: row.try_get("at")?,
+    })
+}

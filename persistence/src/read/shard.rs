@@ -1,0 +1,151 @@
+//! What a shard's owner looks for: deadlines that are due, events that nobody published, and what is overdue.
+
+use super::entity::{kind, shard};
+use super::{PAGE_MAX, Reads};
+use crate::error::{Doing, StoreError, damaged};
+use crate::outbox::OutboxRow;
+use domain::commit::Epoch;
+use domain::id::{EntityRef, EventId, Kind, Shard};
+use domain::machine::Timestamp;
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+use std::time::Duration;
+
+/// An entity that waits, and for what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Due {
+    pub entity: EntityRef,
+    pub shard: Shard,
+    /// Its next tick.
+    pub wake_at: Timestamp,
+    /// The end that its state must not outlive unseen, where there is one.
+    pub deadline_at: Option<Timestamp>,
+    pub reason: String,
+}
+
+/// What has outlived its deadline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overdue {
+    /// Of all kinds, also where the rows below were cut off.
+    pub count: u64,
+    /// The longest overdue first.
+    pub rows: Vec<Due>,
+}
+
+impl Reads {
+    /// Entities of these shards whose tick is due at `now`, longest due first.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn due(&self, shards: &[Shard], now: Timestamp, limit: u32) -> Result<Vec<Due>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT entity, kind, shard, wake_at, deadline_at, reason FROM deadline
+             WHERE shard = ANY ($1) AND wake_at <= $2 AND kind = ANY ($3) ORDER BY wake_at, entity LIMIT $4",
+        )
+        .bind(numbers(shards))
+        .bind(now)
+        .bind(kinds())
+        .bind(i64::from(limit))
+        .fetch_all(&self.pool)
+        .await;
+        rows.and_then(|rows| rows.iter().map(due).collect()).doing("reading due deadlines")
+    }
+
+    /// What an entity waits for, where it waits.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn waits(&self, entity: EntityRef) -> Result<Option<Due>, StoreError> {
+        let row = sqlx::query(
+            "SELECT entity, kind, shard, wake_at, deadline_at, reason FROM deadline WHERE entity = $1 AND kind = $2",
+        )
+        .bind(entity.id)
+        .bind(entity.kind.as_str())
+        .fetch_optional(&self.pool)
+        .await;
+        row.and_then(|row| row.as_ref().map(due).transpose()).doing("reading a deadline")
+    }
+
+    /// Everything whose deadline has passed at `now`, in all shards.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn overdue(&self, now: Timestamp, limit: u32) -> Result<Overdue, StoreError> {
+        let rows = sqlx::query(
+            "SELECT entity, kind, shard, wake_at, deadline_at, reason, count(*) OVER () AS count FROM deadline
+             WHERE deadline_at < $1 AND kind = ANY ($2) ORDER BY deadline_at, entity LIMIT $3",
+        )
+        .bind(now)
+        .bind(kinds())
+        .bind(i64::from(limit.clamp(1, PAGE_MAX)))
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading what is overdue")?;
+        let count = rows.first().map(|row| row.try_get::<i64, _>("count")).transpose();
+        let rows: Result<Vec<_>, _> = rows.iter().map(due).collect();
+        let doing = "reading what is overdue";
+        Ok(Overdue { count: count.doing(doing)?.unwrap_or(0).unsigned_abs(), rows: rows.doing(doing)? })
+    }
+
+    /// Events of these shards that have been unsettled for longer than `age` (by the database's clock): in the order of each
+    /// shard's commits, at most `each` of a shard. An event that only a newer release understands is left to that release.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn orphans(&self, shards: &[Shard], age: Duration, each: u32) -> Result<Vec<OutboxRow>, StoreError> {
+        // By shard, so that the index gives the order and a long backlog is not sorted at every look.
+        let rows = sqlx::query(
+            "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
+             CROSS JOIN LATERAL (
+                 SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, created_at FROM outbox
+                 WHERE outbox.shard = mine.shard AND written_at < clock_timestamp() - make_interval(secs => $2)
+                 ORDER BY epoch, seq LIMIT $3
+             ) AS row",
+        )
+        .bind(numbers(shards))
+        .bind(age.as_secs_f64())
+        .bind(i64::from(each))
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading orphaned events")?;
+        let mut orphans = Vec::with_capacity(rows.len());
+        for row in &rows {
+            match outbox_row(row) {
+                Ok(row) => orphans.push(row),
+                Err(error) => tracing::warn!(%error, "an event in the outbox cannot be read by this release"),
+            }
+        }
+        Ok(orphans)
+    }
+}
+
+fn numbers(shards: &[Shard]) -> Vec<i16> {
+    shards.iter().map(|shard| i16::from(shard.0)).collect()
+}
+
+fn kinds() -> Vec<&'static str> {
+    Kind::ALL.iter().map(|kind| kind.as_str()).collect()
+}
+
+fn due(row: &PgRow) -> Result<Due, sqlx::Error> {
+    Ok(Due {
+        entity: EntityRef { kind: kind(row)?, id: row.try_get("entity")? },
+        shard: shard(row)?,
+        wake_at: row.try_get("wake_at")?,
+        deadline_at: row.try_get("deadline_at")?,
+        reason: row.try_get("reason")?,
+    })
+}
+
+fn outbox_row(row: &PgRow) -> Result<OutboxRow, sqlx::Error> {
+    Ok(OutboxRow {
+        id: EventId(row.try_get("id")?),
+        shard: shard(row)?,
+        epoch: Epoch(row.try_get("epoch")?),
+        seq: row.try_get("seq")?,
+        event: serde_json::from_str(row.try_get("event")?).map_err(damaged)?,
+        correlation_id: row.try_get("correlation_id")?,
+        traceparent: row.try_get("traceparent")?,
+        created_at: row.try_get("created_at")?,
+    })
+}

@@ -1,0 +1,125 @@
+//! Keys of the control plane itself: the node authority's, the task signers', the TLS tickets'. Sealed at rest
+//! ([`crate::envelope`]), with what may be known of them (certificates, public keys) beside.
+
+use crate::envelope::{EnvelopeError, KeyRing, Place};
+use crate::error::{Doing, StoreError};
+use domain::machine::Timestamp;
+use secrecy::{ExposeSecret, SecretSlice};
+use sqlx::postgres::PgRow;
+use sqlx::{PgPool, Row};
+use std::sync::Arc;
+
+/// A named secret, open.
+#[derive(Debug)]
+pub struct Secret {
+    pub name: String,
+    pub value: SecretSlice<u8>,
+    /// What may be known of it.
+    pub public: serde_json::Value,
+    /// The key of the key ring that it is sealed under.
+    pub key_id: String,
+    pub created_at: Timestamp,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum SecretError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("secret {name:?} does not open")]
+    Sealed {
+        name: String,
+        #[source]
+        source: EnvelopeError,
+    },
+}
+
+/// The named secrets of this cluster.
+#[derive(Clone, Debug)]
+pub struct Secrets {
+    pool: PgPool,
+    ring: Arc<KeyRing>,
+}
+
+impl Secrets {
+    #[must_use]
+    pub const fn new(pool: PgPool, ring: Arc<KeyRing>) -> Self {
+        Self { pool, ring }
+    }
+
+    /// The secret of that name, where there is one.
+    ///
+    /// # Errors
+    /// [`SecretError::Sealed`] where the key ring does not open it.
+    pub async fn get(&self, name: &str) -> Result<Option<Secret>, SecretError> {
+        let row = sqlx::query("SELECT name, key_id, sealed, public, created_at FROM secret WHERE name = $1")
+            .bind(name)
+            .fetch_optional(&self.pool)
+            .await
+            .doing("reading a secret")?;
+        row.map(|row| self.open(&row)).transpose()
+    }
+
+    /// The secret of that name; where there is none, `make` makes it (value and public part). Of several members that make it at
+    /// once one is heard, and all get that one's.
+    ///
+    /// # Errors
+    /// [`SecretError`]
+    pub async fn get_or_create(
+        &self,
+        name: &str,
+        make: impl FnOnce() -> (SecretSlice<u8>, serde_json::Value),
+    ) -> Result<Secret, SecretError> {
+        if let Some(secret) = self.get(name).await? {
+            return Ok(secret);
+        }
+        let (value, public) = make();
+        let sealed = |source| SecretError::Sealed { name: name.to_owned(), source };
+        let bytes = self.ring.seal(&place(name), value.expose_secret()).map_err(sealed)?;
+        sqlx::query(
+            "INSERT INTO secret (name, key_id, sealed, public) VALUES ($1, $2, $3, $4) ON CONFLICT (name) DO NOTHING",
+        )
+        .bind(name)
+        .bind(self.ring.active())
+        .bind(bytes)
+        .bind(public)
+        .execute(&self.pool)
+        .await
+        .doing("writing a secret")?;
+        let secret = self.get(name).await?;
+        secret.ok_or(StoreError { doing: "reading a secret back", source: sqlx::Error::RowNotFound }.into())
+    }
+
+    /// The secrets whose names begin so, by name.
+    ///
+    /// # Errors
+    /// [`SecretError::Sealed`] where the key ring does not open one of them.
+    pub async fn list(&self, prefix: &str) -> Result<Vec<Secret>, SecretError> {
+        let rows = sqlx::query(
+            "SELECT name, key_id, sealed, public, created_at FROM secret WHERE starts_with(name, $1) ORDER BY name",
+        )
+        .bind(prefix)
+        .fetch_all(&self.pool)
+        .await
+        .doing("listing secrets")?;
+        rows.iter().map(|row| self.open(row)).collect()
+    }
+
+    fn open(&self, row: &PgRow) -> Result<Secret, SecretError> {
+        const DOING: &str = "reading a secret";
+        let name: String = row.try_get("name").doing(DOING)?;
+        let sealed: Vec<u8> = row.try_get("sealed").doing(DOING)?;
+        let value = self.ring.open(&place(&name), &sealed);
+        let value = value.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
+        Ok(Secret {
+            value,
+            public: row.try_get("public").doing(DOING)?,
+            key_id: row.try_get("key_id").doing(DOING)?,
+            created_at: row.try_get("created_at").doing(DOING)?,
+            name,
+        })
+    }
+}
+
+const fn place(name: &str) -> Place<'_> {
+    Place { table: "secret", column: "sealed", row: name }
+}

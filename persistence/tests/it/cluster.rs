@@ -1,0 +1,108 @@
+//! Who lives and who owns, by the database's word.
+
+use crate::postgres::Database;
+use domain::commit::Epoch;
+use domain::id::{MemberId, Shard};
+use persistence::Cluster;
+use persistence::cluster::Member;
+use std::time::Duration;
+use uuid::Uuid;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+async fn cluster() -> (Database, Cluster) {
+    let db = Database::fresh().await;
+    let cluster = Cluster::new(db.pool.clone());
+    (db, cluster)
+}
+
+fn member(name: &str) -> Member {
+    let started_at = crate::world::at(0);
+    Member {
+        id: MemberId(Uuid::new_v4()),
+        name: name.to_owned(),
+        started_at,
+        details: serde_json::json!({"version": "1"}),
+    }
+}
+
+#[tokio::test]
+async fn who_beats_lives_and_who_is_silent_does_not() {
+    let (db, cluster) = cluster().await;
+    let (ann, bob) = (member("ann"), member("bob"));
+    cluster.beat(&ann).await.unwrap();
+    cluster.beat(&ann).await.unwrap();
+    cluster.beat(&bob).await.unwrap();
+    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds' WHERE name = 'bob'")
+        .execute(&db.pool)
+        .await
+        .unwrap();
+    let living = cluster.living(3 * SECOND).await.unwrap();
+    assert_eq!(living.len(), 1);
+    assert_eq!(living[0].member, ann);
+    assert!(living[0].silent_for < 3 * SECOND);
+    assert_eq!(cluster.living(60 * SECOND).await.unwrap().len(), 2);
+    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1);
+    cluster.remove(ann.id).await.unwrap();
+    assert_eq!(cluster.living(60 * SECOND).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn of_many_that_take_a_shard_at_once_one_gets_it() {
+    let (_db, cluster) = cluster().await;
+    let seen = cluster.shards().await.unwrap();
+    assert_eq!(seen.len(), 256);
+    assert!(seen.iter().all(|shard| shard.owner.is_none() && shard.epoch == Epoch(0)));
+    let takers: Vec<MemberId> = (0..6).map(|_| MemberId(Uuid::new_v4())).collect();
+    let won = futures::future::join_all(takers.iter().map(|me| cluster.take_over(*me, &seen, SECOND))).await;
+    let won: usize = won.into_iter().map(|won| won.unwrap().len()).sum();
+    assert_eq!(won, 256);
+    assert!(cluster.shards().await.unwrap().iter().all(|shard| shard.epoch == Epoch(1) && shard.owner.is_some()));
+}
+
+#[tokio::test]
+async fn the_living_lose_nothing_to_a_takeover() {
+    let (db, cluster) = cluster().await;
+    let (ann, bob) = (member("ann"), member("bob"));
+    cluster.beat(&ann).await.unwrap();
+    let free = cluster.shards().await.unwrap();
+    assert_eq!(cluster.take_over(ann.id, &free[..2], 3 * SECOND).await.unwrap().len(), 2);
+    let seen = cluster.shards().await.unwrap();
+    assert_eq!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().len(), 0, "ann lives");
+    assert_eq!(cluster.take_over(bob.id, &free[..2], 3 * SECOND).await.unwrap().len(), 0, "seen before ann had it");
+    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds'").execute(&db.pool).await.unwrap();
+    let won = cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap();
+    assert_eq!(won.into_iter().collect::<Vec<_>>(), [(Shard(0), Epoch(2)), (Shard(1), Epoch(2))]);
+    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1, "ann owns nothing any more");
+}
+
+#[tokio::test]
+async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
+    let (_db, cluster) = cluster().await;
+    let (ann, bob) = (member("ann").id, member("bob").id);
+    let free = cluster.shards().await.unwrap();
+    cluster.take_over(ann, &free[..3], SECOND).await.unwrap();
+    let mine = [(Shard(0), Epoch(1)), (Shard(1), Epoch(0)), (Shard(9), Epoch(0))];
+    assert!(cluster.hand_over(bob, Some(bob), &mine).await.unwrap().is_empty());
+    let given = cluster.hand_over(ann, Some(bob), &mine).await.unwrap();
+    assert_eq!(given.into_iter().collect::<Vec<_>>(), [(Shard(0), Epoch(2))]);
+    let released = cluster.hand_over(ann, None, &[(Shard(2), Epoch(1))]).await.unwrap();
+    assert_eq!(released[&Shard(2)], Epoch(2));
+    let shards = cluster.shards().await.unwrap();
+    assert_eq!((shards[0].owner, shards[1].owner, shards[2].owner), (Some(bob), Some(ann), None));
+}
+
+#[tokio::test]
+async fn a_new_incarnation_lifts_every_epoch_and_frees_every_shard() {
+    let (_db, cluster) = cluster().await;
+    let ann = member("ann").id;
+    cluster.take_over(ann, &cluster.shards().await.unwrap(), SECOND).await.unwrap();
+    assert_eq!(cluster.incarnation().await.unwrap(), 0);
+    let first = cluster.begin_incarnation().await.unwrap();
+    assert_eq!(cluster.incarnation().await.unwrap(), first);
+    let shards = cluster.shards().await.unwrap();
+    assert!(shards.iter().all(|shard| shard.owner.is_none() && shard.epoch == Epoch(first << 32)));
+    assert!(cluster.begin_incarnation().await.unwrap() > first);
+    let won = cluster.take_over(ann, &cluster.shards().await.unwrap(), SECOND).await.unwrap();
+    assert!(won.values().all(|epoch| *epoch > Epoch(first << 32)));
+}

@@ -1,0 +1,324 @@
+//! Every outcome of a commit, and that nothing is written beside a transition that did not pass.
+
+use crate::world::{World, at, bare, command, create, event, next};
+use domain::commit::{Commit, Done, Epoch, Outcome};
+use domain::id::{EventId, Kind, MemberId, Shard};
+use domain::machine::Keys;
+use sqlx::Row;
+use std::time::Duration;
+use uuid::Uuid;
+
+#[tokio::test]
+async fn a_transition_is_written_with_everything_beside_it() {
+    let mut world = World::new().await;
+    let commit = create(1);
+    assert_eq!(world.commit(&commit).await, Outcome::Applied);
+    assert_eq!(world.rows().await, [1; 6]);
+
+    let row = world.reads().entity(commit.entity).await.unwrap().unwrap();
+    assert_eq!((row.version, row.state.as_str(), row.created_at, row.updated_at), (1, "draft", commit.at, commit.at));
+    assert_eq!(row.body, commit.snapshot);
+    let history = world.reads().history(commit.entity.id, None, 10).await.unwrap().items;
+    assert_eq!(history.len(), 1);
+    assert_eq!((history[0].version, history[0].epoch, history[0].seq), (1, Epoch(1), 1));
+    assert_eq!(history[0].command_id, commit.command.as_ref().map(|command| command.id));
+    let audit = world.reads().audit(&Default::default(), None, 10).await.unwrap().items;
+    assert_eq!((audit[0].action.as_str(), audit[0].place.seq, audit[0].actor.as_str()), ("skus.create", 2, "user:ann"));
+    let due = world.reads().waits(commit.entity).await.unwrap().unwrap();
+    assert_eq!((due.deadline_at, due.reason.as_str()), (commit.timer.unwrap().deadline_at, "an approval"));
+
+    // The relay is handed exactly what a poll of the table would read.
+    let published = world.published.recv().await.unwrap();
+    assert_eq!(published[0].seq, 3);
+    assert_eq!(published, world.reads().orphans(&[commit.shard], Duration::ZERO, 10).await.unwrap());
+
+    let subject: String = sqlx::query_scalar("SELECT subject FROM outbox").fetch_one(world.pool()).await.unwrap();
+    assert_eq!(subject, "sku.state_changed");
+}
+
+#[tokio::test]
+async fn the_next_transition_raises_the_version_and_moves_the_deadline() {
+    let world = World::new().await;
+    let first = create(1);
+    let second = Commit {
+        timer: first.timer.clone().map(|timer| domain::commit::Timer { wake_at: at(99), ..timer }),
+        ..next(&first)
+    };
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    assert_eq!(world.commit(&second).await, Outcome::Applied);
+    let row = world.reads().entity(first.entity).await.unwrap().unwrap();
+    assert_eq!((row.version, row.state.as_str(), row.body.as_str()), (2, "active", r#"{"version": 2}"#));
+    assert_eq!(
+        world.reads().waits(first.entity).await.unwrap().unwrap().wake_at,
+        second.timer.clone().unwrap().wake_at
+    );
+
+    // A state that waits for nothing has no deadline.
+    assert_eq!(world.commit(&Commit { timer: None, ..next(&second) }).await, Outcome::Applied);
+    assert_eq!(world.reads().waits(first.entity).await.unwrap(), None);
+    assert_eq!(world.reads().history(first.entity.id, None, 10).await.unwrap().items.len(), 3);
+}
+
+#[tokio::test]
+async fn another_version_is_a_conflict_and_writes_nothing() {
+    let world = World::new().await;
+    let first = create(1);
+    world.commit(&first).await;
+    let before = world.rows().await;
+    let again = Commit { command: Some(command(None)), ..first.clone() };
+    assert_eq!(world.commit(&again).await, Outcome::Conflict, "created twice");
+    let stale = Commit { expected_version: 7, ..next(&first) };
+    assert_eq!(world.commit(&stale).await, Outcome::Conflict);
+    let nowhere = Commit { expected_version: 1, ..next(&create(2)) };
+    assert_eq!(world.commit(&nowhere).await, Outcome::Conflict, "never created");
+    let mut foreign = next(&first);
+    foreign.entity.kind = Kind::Node;
+    assert_eq!(world.commit(&foreign).await, Outcome::Conflict, "another kind under the id");
+    assert_eq!(world.rows().await, before);
+    assert_eq!((world.counted("applied"), world.counted("conflict")), (1, 4));
+}
+
+#[tokio::test]
+async fn a_command_id_counts_once_and_answers_with_the_first_reply() {
+    let world = World::new().await;
+    let first = create(1);
+    world.commit(&first).await;
+    let before = world.rows().await;
+    let repeated = Commit { command: first.command.clone(), ..next(&first) };
+    let done = Done { entity: first.entity.id, digest: [7; 32], reply: Some(r#"{"ok": true}"#.to_owned()) };
+    assert_eq!(world.commit(&repeated).await, Outcome::Duplicate(done.clone()));
+    assert_eq!(world.reads().command(first.command.as_ref().unwrap().id).await.unwrap(), Some(done.clone()));
+    // Also where it is used for another entity of another shard.
+    let elsewhere = Commit { command: first.command.clone(), ..create(2) };
+    assert_eq!(world.commit(&elsewhere).await, Outcome::Duplicate(done));
+    assert_eq!(world.rows().await, before);
+}
+
+#[tokio::test]
+async fn of_many_uses_of_a_command_id_at_once_one_passes() {
+    let world = World::new().await;
+    let command = command(None);
+    let commits: Vec<Commit> = (0..40).map(|n| Commit { command: Some(command.clone()), ..create(n) }).collect();
+    let outcomes = world.commit_all(&commits).await;
+    assert_eq!(outcomes.iter().filter(|outcome| **outcome == Outcome::Applied).count(), 1);
+    assert_eq!(outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Duplicate(_))).count(), 39);
+    assert_eq!(world.rows().await, [1; 6]);
+}
+
+#[tokio::test]
+async fn a_shard_that_is_not_ours_under_the_epoch_is_fenced() {
+    let world = World::new().await;
+    let old = Commit { epoch: Epoch(0), ..create(1) };
+    assert_eq!(world.commit(&old).await, Outcome::Fenced, "an older epoch");
+    assert_eq!(world.commit(&Commit { epoch: Epoch(2), ..create(1) }).await, Outcome::Fenced, "a newer epoch");
+    let other = MemberId(Uuid::new_v4());
+    world.cluster().hand_over(world.me, Some(other), &[(Shard(1), Epoch(1))]).await.unwrap();
+    assert_eq!(world.commit(&create(1)).await, Outcome::Fenced, "handed over");
+    assert_eq!(world.commit(&Commit { epoch: Epoch(2), ..create(1) }).await, Outcome::Fenced, "another's epoch");
+    assert_eq!(world.rows().await, [0; 6]);
+    assert_eq!(world.commit(&create(2)).await, Outcome::Applied, "the other shards are untouched");
+}
+
+#[tokio::test]
+async fn in_one_batch_the_fenced_the_stale_and_the_repeated_stop_nobody_else() {
+    let world = World::new().await;
+    let old = create(3);
+    world.commit(&old).await;
+    let holder = world.hold_shards().await;
+    let commits = [
+        create(1),
+        Commit { epoch: Epoch(0), ..create(5) },
+        Commit { command: Some(command(None)), ..old.clone() },
+        Commit { command: old.command.clone(), ..create(7) },
+        create(9),
+    ];
+    let outcomes = {
+        let all = world.commit_all(&commits);
+        let release = async {
+            world.until_blocked(1).await;
+            holder.rollback().await.unwrap();
+        };
+        futures::future::join(all, release).await.0
+    };
+    assert_eq!(outcomes[0], Outcome::Applied);
+    assert_eq!(outcomes[1], Outcome::Fenced);
+    assert_eq!(outcomes[2], Outcome::Conflict);
+    assert!(matches!(outcomes[3], Outcome::Duplicate(_)));
+    assert_eq!(outcomes[4], Outcome::Applied);
+    assert_eq!(world.rows().await, [3; 6]);
+}
+
+#[tokio::test]
+async fn a_taken_name_is_refused_alone_and_its_whole_batch_commits() {
+    let world = World::new().await;
+    let named = |n: u32, name: &str| Commit {
+        keys: Keys { unique_name: Some(name.to_owned()), ..Keys::default() },
+        ..create(n)
+    };
+    assert_eq!(world.commit(&named(1000, "h100")).await, Outcome::Applied);
+    let mut commits: Vec<Commit> = (0..200).map(|n| named(n, &format!("sku-{n}"))).collect();
+    for n in [3, 77, 150] {
+        commits[n] = named(u32::try_from(n).unwrap(), "h100");
+    }
+    let outcomes = world.commit_all(&commits).await;
+    for (n, outcome) in outcomes.iter().enumerate() {
+        if [3, 77, 150].contains(&n) {
+            assert_eq!(*outcome, Outcome::Refused { constraint: "entity_unique_name".to_owned() });
+        } else {
+            assert_eq!(*outcome, Outcome::Applied, "{n}");
+        }
+    }
+    assert_eq!(world.rows().await, [198; 6]);
+}
+
+#[tokio::test]
+async fn a_value_that_no_column_takes_is_refused_alone() {
+    let world = World::new().await;
+    let mut commits: Vec<Commit> = (0..20).map(create).collect();
+    commits[4].why = "a \0 byte".to_owned();
+    commits[9].snapshot = r#"{"name": "\u0000"}"#.to_owned();
+    commits[15].snapshot = "{not json".to_owned();
+    let outcomes = world.commit_all(&commits).await;
+    for (n, outcome) in outcomes.iter().enumerate() {
+        assert_eq!(matches!(outcome, Outcome::Refused { .. }), [4, 9, 15].contains(&n), "{n}: {outcome:?}");
+    }
+    assert_eq!(world.rows().await, [17; 6]);
+}
+
+#[tokio::test]
+async fn two_creations_of_one_entity_at_once_leave_one() {
+    let world = World::new().await;
+    let commits: Vec<Commit> = (0..20).map(|_| create(1)).collect();
+    let outcomes = world.commit_all(&commits).await;
+    assert_eq!(outcomes.iter().filter(|outcome| **outcome == Outcome::Applied).count(), 1);
+    assert_eq!(outcomes.iter().filter(|outcome| **outcome == Outcome::Conflict).count(), 19);
+    assert_eq!(world.rows().await, [1; 6]);
+}
+
+#[tokio::test]
+async fn a_second_transition_of_an_entity_waits_for_the_next_batch() {
+    let world = World::new().await;
+    let chain = {
+        let mut chain = vec![create(1)];
+        for _ in 0..5 {
+            let following = next(chain.last().unwrap());
+            chain.push(following);
+        }
+        chain
+    };
+    let holder = world.hold_shards().await;
+    let all = async {
+        // In the order of the mailbox, without waiting for answers.
+        let mut answers = Vec::new();
+        for commit in &chain {
+            let mut answer = Box::pin(world.commit(commit));
+            assert!(futures::poll!(&mut answer).is_pending());
+            answers.push(answer);
+        }
+        world.until_blocked(1).await;
+        holder.rollback().await.unwrap();
+        futures::future::join_all(answers).await
+    };
+    assert_eq!(all.await, vec![Outcome::Applied; 6]);
+    assert_eq!(world.batches(), (6, 6.0), "one statement for each");
+    assert_eq!(world.reads().entity(chain[0].entity).await.unwrap().unwrap().version, 6);
+}
+
+#[tokio::test]
+async fn what_waits_together_is_committed_together() {
+    let world = World::new().await;
+    let holder = world.hold_shards().await;
+    // One shard, so one worker: the first goes alone and is blocked, the rest fills the next batches.
+    let commits: Vec<Commit> = (0..1000).map(|n| create(n * 256)).collect();
+    let all = async {
+        let release = async {
+            world.until_blocked(1).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            holder.rollback().await.unwrap();
+        };
+        futures::future::join(world.commit_all(&commits), release).await.0
+    };
+    assert!(all.await.iter().all(|outcome| *outcome == Outcome::Applied));
+    let (statements, transitions) = world.batches();
+    assert!(statements <= 3 && transitions == 1000.0, "{statements} statements for {transitions} transitions");
+    assert_eq!(world.rows().await, [1000; 6]);
+}
+
+#[tokio::test]
+async fn a_batch_of_512_changes_commits_whole() {
+    let world = World::new().await;
+    let created: Vec<Commit> = (0..512).map(|n| create(n * 2)).collect();
+    assert!(world.commit_all(&created).await.iter().all(|outcome| *outcome == Outcome::Applied));
+    let changed: Vec<Commit> = created.iter().map(next).collect();
+    assert!(world.commit_all(&changed).await.iter().all(|outcome| *outcome == Outcome::Applied));
+    assert_eq!(world.rows().await, [512, 1024, 1024, 1024, 1024, 512]);
+    let versions: (i64, i64) =
+        sqlx::query_as("SELECT min(version), max(version) FROM entity").fetch_one(world.pool()).await.unwrap();
+    assert_eq!(versions, (2, 2));
+}
+
+#[tokio::test]
+async fn the_consumed_event_goes_with_its_effect_and_only_with_it() {
+    let world = World::new().await;
+    let cause = create(1);
+    world.commit(&cause).await;
+    let consumed = Some(cause.outbox[0].0);
+    let stale = Commit { expected_version: 5, command: Some(command(consumed)), ..bare(next(&create(2))) };
+    assert_eq!(world.commit(&stale).await, Outcome::Conflict);
+    assert_eq!(world.count("outbox").await, 1, "an effect that did not pass leaves its cause");
+    let effect = Commit { command: Some(command(consumed)), ..bare(create(2)) };
+    assert_eq!(world.commit(&effect).await, Outcome::Applied);
+    assert_eq!(world.count("outbox").await, 0);
+}
+
+#[tokio::test]
+async fn numbers_rise_in_the_order_of_commits_within_each_epoch() {
+    let world = World::new().await;
+    for round in 0..3_u32 {
+        let commits: Vec<Commit> = (0..50).map(|n| create((round * 50 + n) * 256)).collect();
+        world.commit_all(&commits).await;
+    }
+    // Numbered rows of one transition are neighbours, and a later transaction has only higher numbers.
+    let rows = sqlx::query("SELECT seq, xmin::text::bigint AS tx FROM outbox ORDER BY seq")
+        .fetch_all(world.pool())
+        .await
+        .unwrap();
+    let numbers: Vec<i64> = rows.iter().map(|row| row.get("seq")).collect();
+    assert_eq!(numbers, (0..150).map(|n| 3 * n + 3).collect::<Vec<_>>());
+    let transactions: Vec<i64> = rows.iter().map(|row| row.get("tx")).collect();
+    assert!(transactions.is_sorted());
+
+    let back = world.cluster();
+    let epochs = back.hand_over(world.me, Some(world.me), &[(Shard(0), Epoch(1))]).await.unwrap();
+    assert_eq!(epochs[&Shard(0)], Epoch(2));
+    assert_eq!(world.commit(&Commit { epoch: Epoch(2), ..create(999_936) }).await, Outcome::Applied);
+    let first: i64 =
+        sqlx::query_scalar("SELECT min(seq) FROM history WHERE epoch = 2").fetch_one(world.pool()).await.unwrap();
+    assert_eq!(first, 1);
+}
+
+#[tokio::test]
+async fn a_transition_may_tell_many_things_or_nothing() {
+    let world = World::new().await;
+    let mut talkative = create(1);
+    talkative.outbox = (0..5).map(|_| (EventId(Uuid::now_v7()), event(talkative.entity.id))).collect();
+    talkative.audit = talkative.audit.iter().cycle().take(3).cloned().collect();
+    assert_eq!(world.commit_all(&[talkative, bare(create(2))]).await, vec![Outcome::Applied; 2]);
+    assert_eq!(world.rows().await, [2, 2, 3, 5, 1, 1]);
+    let seqs: Vec<i64> =
+        sqlx::query_scalar("SELECT seq FROM outbox ORDER BY seq").fetch_all(world.pool()).await.unwrap();
+    assert_eq!(seqs, [5, 6, 7, 8, 9]);
+}
+
+#[tokio::test]
+async fn events_that_the_relay_has_no_room_for_are_left_to_the_poll() {
+    let db = crate::postgres::Database::fresh().await;
+    let world = World::with(db, |_| {}).await;
+    let commits: Vec<Commit> = (0..1100).map(|n| create(n * 256)).collect();
+    // Alone, one after the other in small groups, so that the channel of 1000 messages overflows.
+    for group in commits.chunks(1) {
+        assert_eq!(world.commit(&group[0]).await, Outcome::Applied);
+    }
+    assert_eq!(world.published.len(), 1000);
+    assert_eq!(world.reads().orphans(&[Shard(0)], Duration::ZERO, 2000).await.unwrap().len(), 1100);
+}

@@ -1,0 +1,12 @@
+//! The store against a real Postgres: every statement of this crate runs here.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod cluster;
+mod commits;
+mod faults;
+mod model;
+mod postgres;
+mod reads;
+mod schema;
+mod world;

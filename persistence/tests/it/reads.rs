@@ -1,0 +1,231 @@
+//! What is read is what was committed.
+
+use crate::world::{World, at, bare, create, event, next};
+use domain::commit::{Commit, Snapshot, Timer};
+use domain::id::{EventId, Kind, Shard, SkuId};
+use domain::machine::Keys;
+use domain::policy::{Key, Scope, Scopes, Value};
+use persistence::read::{AuditFilter, Cursor, ListFilter};
+use std::time::Duration;
+use uuid::Uuid;
+
+#[tokio::test]
+async fn a_list_pages_through_everything_once_oldest_first() {
+    let world = World::new().await;
+    // Several of one instant: the id decides.
+    let when = at(0);
+    let commits: Vec<Commit> = (0..25)
+        .map(|n| Commit { at: when + chrono::TimeDelta::milliseconds(i64::from(n / 10)), ..create(n) })
+        .collect();
+    world.commit_all(&commits).await;
+    let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
+    loop {
+        let page = world.reads().list(Kind::Sku, &ListFilter::default(), after, 10).await.unwrap();
+        ids.extend(page.items.iter().map(|row| row.entity.id));
+        assert!(page.items.len() <= 10);
+        after = page.next;
+        if after.is_none() {
+            break;
+        }
+    }
+    assert_eq!(ids, commits.iter().map(|commit| commit.entity.id).collect::<Vec<_>>());
+    let none = world.reads().list(Kind::Node, &ListFilter::default(), None, 10).await.unwrap();
+    assert_eq!((none.items.len(), none.next), (0, None));
+}
+
+#[tokio::test]
+async fn a_list_is_filtered_by_owner_state_and_sku() {
+    let world = World::new().await;
+    let sku = Uuid::new_v4();
+    let mine = Commit { keys: Keys { owner: Some("ann".into()), sku: Some(sku), unique_name: None }, ..create(1) };
+    let active = next(&mine);
+    let other = Commit { keys: Keys { owner: Some("bob".into()), ..Keys::default() }, ..create(2) };
+    for commit in [&mine, &other, &active] {
+        world.commit(commit).await;
+    }
+    let filters = [
+        (ListFilter { owner: Some("ann".into()), ..ListFilter::default() }, 1),
+        (ListFilter { owner: Some("ann".into()), state: Some("draft".into()), ..ListFilter::default() }, 0),
+        (ListFilter { state: Some("active".into()), sku: Some(sku), ..ListFilter::default() }, 1),
+        (ListFilter { owner: Some("bob".into()), sku: Some(sku), ..ListFilter::default() }, 0),
+        (ListFilter::default(), 2),
+    ];
+    for (filter, count) in filters {
+        assert_eq!(world.reads().list(Kind::Sku, &filter, None, 10).await.unwrap().items.len(), count, "{filter:?}");
+    }
+    // Keys are fixed at creation.
+    let row = world.reads().entity(mine.entity).await.unwrap().unwrap();
+    assert_eq!((row.owner.as_deref(), row.sku, row.version), (Some("ann"), Some(sku), 2));
+}
+
+#[tokio::test]
+async fn the_shell_loads_version_and_body_of_its_own_kind() {
+    let world = World::new().await;
+    let commit = create(1);
+    world.commit(&commit).await;
+    let snapshot = world.reads().snapshot(commit.entity).await.unwrap();
+    assert_eq!(snapshot, Some(Snapshot { version: 1, body: commit.snapshot.clone() }));
+    let mut other = commit.entity;
+    other.kind = Kind::Node;
+    assert_eq!(world.reads().snapshot(other).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_name_or_an_id_finds_the_same_entity() {
+    let world = World::new().await;
+    let named = Commit { keys: Keys { unique_name: Some("h100".into()), ..Keys::default() }, ..create(1) };
+    world.commit(&named).await;
+    for key in ["h100", &named.entity.id.to_string()] {
+        let row = world.reads().named(Kind::Sku, key).await.unwrap().unwrap();
+        assert_eq!(row.entity, named.entity);
+    }
+    for key in ["H100", "", "a100", &Uuid::new_v4().to_string()] {
+        assert_eq!(world.reads().named(Kind::Sku, key).await.unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn placement_sees_the_nodes_of_a_sku_in_the_states_that_it_asks_for() {
+    let world = World::new().await;
+    let sku = SkuId(Uuid::new_v4());
+    let node = |n: u32, state: &'static str| {
+        let mut commit =
+            Commit { to_state: state, keys: Keys { sku: Some(sku.0), ..Keys::default() }, ..bare(create(n)) };
+        commit.entity.kind = Kind::Node;
+        commit
+    };
+    world.commit_all(&[node(1, "active"), node(2, "retired"), node(3, "active"), create(4)]).await;
+    assert_eq!(world.reads().nodes_of_sku(sku, &["active"]).await.unwrap().len(), 2);
+    assert_eq!(world.reads().nodes_of_sku(sku, &[]).await.unwrap().len(), 3);
+    assert_eq!(world.reads().nodes_of_sku(SkuId(Uuid::new_v4()), &[]).await.unwrap().len(), 0);
+    let counts = world.reads().counts().await.unwrap();
+    let counts: Vec<_> = counts.iter().map(|count| (count.kind, count.state.as_str(), count.count)).collect();
+    assert_eq!(counts, [(Kind::Node, "active", 2), (Kind::Node, "retired", 1), (Kind::Sku, "draft", 1)]);
+}
+
+#[tokio::test]
+async fn a_history_pages_from_the_newest_back() {
+    let world = World::new().await;
+    let mut last = create(1);
+    world.commit(&last).await;
+    for _ in 0..6 {
+        last = next(&last);
+        world.commit(&last).await;
+    }
+    let newest = world.reads().history(last.entity.id, None, 4).await.unwrap();
+    assert_eq!(newest.items.iter().map(|row| row.version).collect::<Vec<_>>(), [7, 6, 5, 4]);
+    let oldest = world.reads().history(last.entity.id, newest.next, 4).await.unwrap();
+    assert_eq!(oldest.items.iter().map(|row| row.version).collect::<Vec<_>>(), [3, 2, 1]);
+    assert_eq!((oldest.next, oldest.items[2].from_state.as_deref()), (None, None));
+    assert_eq!(newest.items[0].command, "activate");
+}
+
+#[tokio::test]
+async fn due_deadlines_come_by_shard_and_longest_due_first() {
+    let world = World::new().await;
+    let now = at(0);
+    let waiting = |n: u32, wake: i64, end: Option<i64>| {
+        let after = |ms| now + chrono::TimeDelta::milliseconds(ms);
+        let timer = Timer { wake_at: after(wake), deadline_at: end.map(after), reason: format!("reason {n}") };
+        Commit { timer: Some(timer), ..bare(create(n)) }
+    };
+    let commits = [
+        waiting(1, -10, None),
+        waiting(2, -20, Some(-5)),
+        waiting(3, 0, Some(5)),
+        waiting(4, 1, None),
+        waiting(5, -9, Some(-8)),
+    ];
+    world.commit_all(&commits).await;
+    let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
+    let due = world.reads().due(&shards, now, 10).await.unwrap();
+    assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
+    assert_eq!(world.reads().due(&shards, now, 1).await.unwrap().len(), 1);
+    let overdue = world.reads().overdue(now, 1).await.unwrap();
+    assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));
+    assert_eq!(world.reads().overdue(now - chrono::TimeDelta::hours(1), 1).await.unwrap().count, 0);
+}
+
+#[tokio::test]
+async fn orphans_come_in_the_order_of_commits_and_unreadable_ones_are_passed_over() {
+    let world = World::new().await;
+    let mut commit = create(0);
+    commit.outbox = (0..6).map(|_| (EventId(Uuid::now_v7()), event(commit.entity.id))).collect();
+    // Ids do not follow the order.
+    commit.outbox.reverse();
+    world.commit_all(&[commit.clone(), create(1), create(2)]).await;
+    sqlx::query("UPDATE outbox SET event = '{\"fact\": \"of_tomorrow\"}' WHERE shard = 1")
+        .execute(world.pool())
+        .await
+        .unwrap();
+    let shards = [Shard(0), Shard(1)];
+    let orphans = world.reads().orphans(&shards, Duration::ZERO, 100).await.unwrap();
+    assert_eq!(
+        orphans.iter().map(|row| row.id).collect::<Vec<_>>(),
+        commit.outbox.iter().map(|(id, _)| *id).collect::<Vec<_>>()
+    );
+    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, 2).await.unwrap().len(), 2);
+    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), 100).await.unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
+    let world = World::new().await;
+    let when = at(0);
+    let commits: Vec<Commit> = (0..12)
+        .map(|n| Commit {
+            at: when + chrono::TimeDelta::milliseconds(i64::from(n / 4)),
+            actor: if n % 2 == 0 { "user:ann".into() } else { "user:bob".into() },
+            ..create(n)
+        })
+        .collect();
+    world.commit_all(&commits).await;
+    let (mut seen, mut before) = (Vec::new(), None);
+    loop {
+        let page = world.reads().audit(&AuditFilter::default(), before, 5).await.unwrap();
+        seen.extend(page.items.iter().map(|row| (row.place.at, row.place.shard)));
+        before = page.next;
+        if before.is_none() {
+            break;
+        }
+    }
+    assert_eq!(seen.len(), 12);
+    assert!(seen.is_sorted_by(|a, b| a > b));
+    let filters = [
+        (AuditFilter { actor: Some("user:bob".into()), ..AuditFilter::default() }, 6),
+        (AuditFilter { action: Some("skus.create".into()), ..AuditFilter::default() }, 12),
+        (AuditFilter { action: Some("nodes.remove".into()), ..AuditFilter::default() }, 0),
+        (AuditFilter { target: Some(commits[3].entity.id), ..AuditFilter::default() }, 1),
+        (AuditFilter { from: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 8),
+        (AuditFilter { until: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 4),
+    ];
+    for (filter, count) in filters {
+        assert_eq!(world.reads().audit(&filter, None, 100).await.unwrap().items.len(), count, "{filter:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_policy_book_holds_what_is_admitted_and_the_latest_write_wins() {
+    let world = World::new().await;
+    sqlx::query(
+        "INSERT INTO policy_value (key, scope_kind, scope_id, effective_at, value, reason, written_by, written_at) VALUES
+         ('node.offline_after_seconds', 'global', '', 'epoch', '30', 'r', 'w', now() - interval '1 hour'),
+         ('node.offline_after_seconds', 'global', '', 'epoch', '40', 'r', 'w', now()),
+         ('allocation.max_concurrent_per_user', 'user_id', 'ann', 'epoch', '7', 'r', 'w', now()),
+         ('maas.enabled', 'global', '', 'epoch', 'true', 'r', 'w', now()),
+         ('node.drain_overdue_seconds', 'global', '', 'epoch', '1', 'out of bounds', 'w', now()),
+         ('of.another_release', 'global', '', 'epoch', '{}', 'r', 'w', now())",
+    )
+    .execute(world.pool())
+    .await
+    .unwrap();
+    let book = world.reads().policy_book().await.unwrap();
+    let ann = Scopes { user_id: Some("ann".into()), ..Scopes::default() };
+    assert_eq!(book.int(Key::NodeOfflineAfter, &ann, at(0)), 40);
+    assert_eq!(
+        book.resolve(Key::AllocationMaxConcurrent, &ann, at(0)),
+        (Value::Int(7), Some(Scope::UserId("ann".into())))
+    );
+    assert_eq!(book.resolve(Key::MaasEnabled, &ann, at(0)).0, Value::Bool(true));
+    assert_eq!(book.resolve(Key::NodeDrainOverdue, &ann, at(0)).1, None);
+}

@@ -1,0 +1,203 @@
+//! The links between members: commands for shards, wakes for parked polls, beats, and questions to all.
+
+use actors::Directory;
+use actors::ports::{Remote, RemoteError};
+use anyhow::Context;
+use async_nats::client::RequestErrorKind;
+use async_nats::{Client, ConnectOptions, Request};
+use domain::{MemberId, NodeId, Shard};
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use secrecy::{ExposeSecret, SecretString};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+/// Commands from other members that are served at once, in one shard. More wait in the subscription, and above its bound NATS drops
+/// them, which the asker sees as silence.
+const AT_ONCE: usize = 256;
+
+/// What a member says to the others.
+#[derive(Clone)]
+pub struct Bus {
+    client: Client,
+}
+
+/// Something is to be done about a node on every replica.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nudge {
+    Wake(NodeId),
+    Close(NodeId),
+}
+
+impl Bus {
+    /// Connects in the background: the control plane serves without NATS what it can.
+    ///
+    /// # Errors
+    /// Where the URL or the CA file is unusable.
+    pub async fn connect(url: &SecretString, ca: Option<&Path>, name: &str) -> anyhow::Result<Self> {
+        let url = url::Parts::parse(url.expose_secret())?;
+        let mut options = ConnectOptions::new()
+            .name(name)
+            .retry_on_initial_connect()
+            .ping_interval(Duration::from_secs(2))
+            .connection_timeout(Duration::from_secs(3))
+            .request_timeout(Some(Duration::from_secs(10)))
+            .reconnect_delay_callback(|attempt| Duration::from_millis((50 << attempt.min(5)).min(1000)))
+            .event_callback(|event| async move {
+                match event {
+                    async_nats::Event::Connected => tracing::info!("connected to NATS"),
+                    async_nats::Event::Disconnected => tracing::warn!("lost the connection to NATS"),
+                    other => tracing::warn!(event = %other, "NATS: {other}"),
+                }
+            });
+        if let (Some(user), Some(password)) = (url.user, url.password) {
+            options = options.user_and_password(user, password);
+        }
+        if let Some(ca) = ca {
+            options = options.add_root_certificates(ca.to_owned()).require_tls(true);
+        }
+        let client = options.connect(url.server).await.context("NATS: the options are unusable")?;
+        Ok(Self { client })
+    }
+
+    #[must_use]
+    pub const fn client(&self) -> &Client {
+        &self.client
+    }
+
+    #[must_use]
+    pub fn is_connected(&self) -> bool {
+        self.client.connection_state() == async_nats::connection::State::Connected
+    }
+
+    /// Tells all replicas, this one's polls excepted: it knows already.
+    pub async fn nudge(&self, nudge: Nudge) {
+        let (subject, node) = match nudge {
+            Nudge::Wake(node) => ("gpuaas.node.wake", node),
+            Nudge::Close(node) => ("gpuaas.node.close", node),
+        };
+        self.say(subject, node.0.as_bytes().to_vec()).await;
+    }
+
+    /// What the other replicas nudge.
+    ///
+    /// # Errors
+    /// Where the connection is gone for good.
+    pub async fn on_nudges(&self, act: impl Fn(Nudge)) -> anyhow::Result<()> {
+        let mut messages = self.client.subscribe("gpuaas.node.*").await?;
+        while let Some(message) = messages.next().await {
+            let Ok(id) = uuid::Uuid::from_slice(&message.payload) else { continue };
+            match message.subject.as_str() {
+                "gpuaas.node.wake" => act(Nudge::Wake(NodeId(id))),
+                "gpuaas.node.close" => act(Nudge::Close(NodeId(id))),
+                _ => {}
+            }
+        }
+        anyhow::bail!("the subscription ended")
+    }
+
+    pub(super) async fn say(&self, subject: &'static str, payload: Vec<u8>) {
+        // Best effort by nature: who must know reads Postgres.
+        if let Err(error) = self.client.publish(subject, payload.into()).await {
+            tracing::debug!(%error, subject, "could not publish");
+        }
+    }
+
+    /// Says over NATS that `member` lives.
+    pub async fn beat(&self, member: MemberId) {
+        self.say("gpuaas.cluster.beat", member.0.as_bytes().to_vec()).await;
+    }
+
+    /// Tells the others to read the shard table now instead of at their next turn.
+    pub async fn ownership_changed(&self) {
+        self.say("gpuaas.cluster.changed", Vec::new()).await;
+    }
+
+    /// Serves commands for `shard` until `until`.
+    ///
+    /// # Errors
+    /// Where the subscription cannot be made.
+    pub async fn serve_shard(
+        &self,
+        shard: Shard,
+        directory: Directory,
+        until: CancellationToken,
+    ) -> anyhow::Result<()> {
+        let mut commands = self.client.subscribe(subject_of(shard)).await?;
+        let client = self.client.clone();
+        let places = Arc::new(Semaphore::new(AT_ONCE));
+        tokio::spawn(async move {
+            loop {
+                let message = tokio::select! {
+                    () = until.cancelled() => break,
+                    message = commands.next() => message,
+                };
+                let (Some(message), Ok(place)) = (message, Arc::clone(&places).acquire_owned().await) else { break };
+                let Some(reply) = message.reply else { continue };
+                let (client, directory) = (client.clone(), directory.clone());
+                tokio::spawn(async move {
+                    let answer = directory.serve(&message.payload).await;
+                    if let Err(error) = client.publish(reply, answer.into()).await {
+                        tracing::warn!(%error, "an answer could not be sent; the asker will ask again");
+                    }
+                    drop(place);
+                });
+            }
+            // Told to NATS before the shard is another's: who asks then hears that nobody is there, and asks again.
+            let _ = commands.unsubscribe().await;
+        });
+        Ok(())
+    }
+}
+
+impl Remote for Bus {
+    fn request(&self, shard: Shard, payload: Vec<u8>, timeout: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
+        async move {
+            if !self.is_connected() {
+                return Err(RemoteError::Unreachable("there is no connection to NATS".to_owned()));
+            }
+            let request = Request::new().payload(payload.into()).timeout(Some(timeout));
+            match self.client.send_request(subject_of(shard), request).await {
+                Ok(message) => Ok(message.payload.to_vec()),
+                Err(error) => Err(match error.kind() {
+                    RequestErrorKind::NoResponders => RemoteError::NoResponders,
+                    RequestErrorKind::TimedOut => RemoteError::TimedOut,
+                    RequestErrorKind::InvalidSubject
+                    | RequestErrorKind::MaxPayloadExceeded
+                    | RequestErrorKind::Other => RemoteError::Unreachable(error.to_string()),
+                }),
+            }
+        }
+        .boxed()
+    }
+}
+
+fn subject_of(shard: Shard) -> String {
+    format!("gpuaas.shard.{shard}")
+}
+
+/// A NATS URL, apart: the client takes credentials by themselves, and they must not end in its log.
+mod url {
+    use anyhow::Context;
+
+    pub(super) struct Parts {
+        pub(super) server: String,
+        pub(super) user: Option<String>,
+        pub(super) password: Option<String>,
+    }
+
+    impl Parts {
+        pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
+            let mut url = reqwest::Url::parse(text).context("SVC_NATS_URL is no URL")?;
+            let user = Some(url.username()).filter(|user| !user.is_empty()).map(ToOwned::to_owned);
+            let password = url.password().map(ToOwned::to_owned);
+            if url.set_username("").is_err() || url.set_password(None).is_err() {
+                anyhow::bail!("SVC_NATS_URL must name a host");
+            }
+            Ok(Self { server: url.to_string(), user, password })
+        }
+    }
+}

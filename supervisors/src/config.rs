@@ -1,0 +1,174 @@
+//! How a control-plane process is set up: everything from the environment, read once and checked at once, so that a mistake is
+//! named before anything starts.
+
+use anyhow::{Context, bail};
+use ipnet::IpNet;
+use secrecy::SecretString;
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// What `gpuaas serve` reads from `SVC_*`.
+#[derive(Debug)]
+pub struct Config {
+    pub database_url: SecretString,
+    pub database_ca: Option<PathBuf>,
+    pub nats_url: SecretString,
+    pub nats_ca: Option<PathBuf>,
+    /// The key ring that seals secrets at rest. Nothing starts without it.
+    pub kek_file: PathBuf,
+    pub public_listen: SocketAddr,
+    pub node_listen: SocketAddr,
+    pub public_url: String,
+    pub node_public_url: String,
+    pub tls_cert: PathBuf,
+    pub tls_key: PathBuf,
+    /// What agents and users trust the server certificate by.
+    pub tls_ca: PathBuf,
+    pub oidc_issuer: String,
+    pub oidc_audience: String,
+    pub member_name: String,
+    pub trust_domain: String,
+    pub probe_allowed: Vec<IpNet>,
+    /// Ed25519 verifier keys for the bundle; empty: the active one.
+    pub bootstrap_verifier_keys: Vec<String>,
+    pub roles: BTreeSet<Role>,
+}
+
+/// A part of the control plane that can run in a process of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    /// The public API.
+    Api,
+    /// The API for node agents, over mutual TLS.
+    NodeApi,
+    /// Shards and the entities in them.
+    Entities,
+    /// Turns events into commands.
+    Provisioning,
+    /// Publishes what was committed.
+    OutboxRelay,
+}
+
+impl Role {
+    pub const ALL: [Self; 5] = [Self::Api, Self::NodeApi, Self::Entities, Self::Provisioning, Self::OutboxRelay];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Api => "api",
+            Self::NodeApi => "node-api",
+            Self::Entities => "entities",
+            Self::Provisioning => "provisioning",
+            Self::OutboxRelay => "outbox-relay",
+        }
+    }
+}
+
+impl FromStr for Role {
+    type Err = anyhow::Error;
+    fn from_str(name: &str) -> anyhow::Result<Self> {
+        Self::ALL.into_iter().find(|role| role.name() == name).with_context(|| {
+            let known: Vec<_> = Self::ALL.iter().map(|role| role.name()).collect();
+            format!("there is no role {name:?}; the roles are {}, or all", known.join(", "))
+        })
+    }
+}
+
+/// `all`, or a list with commas.
+///
+/// # Errors
+/// Where a name is no role's, or a role stands without one that it needs.
+pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
+    if text.trim() == "all" {
+        return Ok(Role::ALL.into());
+    }
+    let roles: BTreeSet<Role> = text.split(',').map(|name| name.trim().parse()).collect::<anyhow::Result<_>>()?;
+    // The relay publishes what its own process has committed.
+    if roles.contains(&Role::Entities) != roles.contains(&Role::OutboxRelay) {
+        bail!("the roles entities and outbox-relay go together: name both or neither");
+    }
+    Ok(roles)
+}
+
+impl Config {
+    /// Reads the environment.
+    ///
+    /// # Errors
+    /// Names the variable that is missing or wrong, and what it wants.
+    pub fn from_environment() -> anyhow::Result<Self> {
+        let public_url = required("SVC_PUBLIC_URL", "the URL under which users reach the public API")?;
+        let node_public_url = required("SVC_NODE_PUBLIC_URL", "the URL under which agents reach the node API")?;
+        let member_name = optional("SVC_MEMBER_NAME").unwrap_or_else(default_member_name);
+        Ok(Self {
+            database_url: required("SVC_DATABASE_URL", "a postgres:// URL")?.into(),
+            database_ca: optional("SVC_DATABASE_CA_PATH").map(PathBuf::from),
+            nats_url: required("SVC_NATS_URL", "a tls:// or nats:// URL with credentials")?.into(),
+            nats_ca: optional("SVC_NATS_CA_PATH").map(PathBuf::from),
+            kek_file: required("SVC_KEK_FILE", "the key ring that seals secrets at rest")?.into(),
+            public_listen: address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443")?,
+            node_listen: address("SVC_NODE_LISTEN", "0.0.0.0:9443")?,
+            public_url,
+            node_public_url,
+            tls_cert: required("SVC_TLS_CERT_PATH", "the server certificate chain, PEM")?.into(),
+            tls_key: required("SVC_TLS_KEY_PATH", "the server certificate's key, PEM")?.into(),
+            tls_ca: required("SVC_TLS_CA_PATH", "the CA bundle by which agents verify the server, PEM")?.into(),
+            oidc_issuer: required("SVC_OIDC_ISSUER", "the identity provider's issuer URL")?,
+            oidc_audience: required("SVC_OIDC_AUDIENCE", "the audience that tokens must name")?,
+            member_name,
+            trust_domain: optional("SVC_TRUST_DOMAIN").unwrap_or_else(|| "gpuaas".to_owned()),
+            probe_allowed: networks("NODE_PROBE_ALLOWED_CIDRS")?,
+            bootstrap_verifier_keys: list("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS"),
+            roles: parse_roles(&optional("SVC_ROLES").unwrap_or_else(|| "all".to_owned()))?,
+        })
+    }
+}
+
+fn optional(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.trim().is_empty())
+}
+
+fn required(name: &str, what: &str) -> anyhow::Result<String> {
+    optional(name).with_context(|| format!("{name} is not set; it must name {what}"))
+}
+
+fn address(name: &str, default: &str) -> anyhow::Result<SocketAddr> {
+    let text = optional(name).unwrap_or_else(|| default.to_owned());
+    text.parse().with_context(|| format!("{name} is {text:?}; it must be an address and port, for example {default}"))
+}
+
+fn list(name: &str) -> Vec<String> {
+    let text = optional(name).unwrap_or_default();
+    text.split(',').map(str::trim).filter(|item| !item.is_empty()).map(ToOwned::to_owned).collect()
+}
+
+fn networks(name: &str) -> anyhow::Result<Vec<IpNet>> {
+    let parse = |text: String| text.parse().with_context(|| format!("{name}: {text:?} is no network such as 10.0.0.0/8"));
+    list(name).into_iter().map(parse).collect()
+}
+
+fn default_member_name() -> String {
+    let host = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+    format!("{}-{}", host.unwrap_or_else(|| "member".to_owned()), std::process::id())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roles_are_all_or_named_and_a_wrong_one_is_told_the_right_ones() {
+        assert_eq!(parse_roles("all").unwrap(), Role::ALL.into());
+        assert_eq!(parse_roles("api, node-api").unwrap(), [Role::Api, Role::NodeApi].into());
+        let error = parse_roles("api,webshop").unwrap_err().to_string();
+        assert!(error.contains("webshop") && error.contains("outbox-relay"), "{error}");
+    }
+
+    #[test]
+    fn entities_do_not_run_without_the_relay_that_speaks_for_them() {
+        assert!(parse_roles("entities").is_err());
+        assert!(parse_roles("entities,outbox-relay").is_ok());
+    }
+}

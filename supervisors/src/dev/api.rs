@@ -1,0 +1,186 @@
+//! A client of the public API, as a careful caller writes one: it retries what is safe to retry, under the same
+//! `Idempotency-Key`, and says what the server said when it gives up.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow, bail};
+use reqwest::{Method, StatusCode, header};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde_json::Value;
+use uuid::Uuid;
+
+/// How long a call is retried: longer than a replica's shards take to find another home.
+const RETRIED_FOR: Duration = Duration::from_secs(30);
+const ANSWERS_WITHIN: Duration = Duration::from_secs(15);
+/// Between two looks at something that is expected to change: the first and the longest.
+const LOOK_FIRST: Duration = Duration::from_millis(20);
+const LOOK_LAST: Duration = Duration::from_secs(1);
+
+/// An HTTPS client that trusts the authority in `ca_path` and no other, and opens a connection for every request, so that a
+/// balancer can send each to another replica.
+pub fn https_client(ca_path: &Path) -> anyhow::Result<reqwest::Client> {
+    let pem = std::fs::read(ca_path).with_context(|| format!("cannot read {}", ca_path.display()))?;
+    let authority = reqwest::Certificate::from_pem_bundle(&pem)?;
+    Ok(reqwest::Client::builder()
+        .tls_certs_only(authority)
+        .pool_max_idle_per_host(0)
+        .timeout(ANSWERS_WITHIN)
+        .no_proxy()
+        .build()?)
+}
+
+/// Logs in with a password at the identity provider (the token path of the specification) and returns the access token.
+pub async fn log_in(
+    auth_url: &str,
+    realm: &str,
+    client: (&str, &SecretString),
+    person: (&str, &SecretString),
+) -> anyhow::Result<SecretString> {
+    let url = format!("{auth_url}/realms/{realm}/protocol/openid-connect/token");
+    let form = [
+        ("grant_type", "password"),
+        ("client_id", client.0),
+        ("client_secret", client.1.expose_secret()),
+        ("username", person.0),
+        ("password", person.1.expose_secret()),
+    ];
+    let http = reqwest::Client::builder().no_proxy().timeout(ANSWERS_WITHIN).build()?;
+    let answer = http.post(url).form(&form).send().await.context("the identity provider cannot be reached")?;
+    let status = answer.status();
+    let body: Value = answer.json().await.context("the identity provider did not answer in JSON")?;
+    match body["access_token"].as_str() {
+        Some(token) if status.is_success() => Ok(token.to_owned().into()),
+        _ => bail!("log-in of {} refused ({status}): {}", person.0, body["error_description"]),
+    }
+}
+
+/// The public API, as one caller.
+#[derive(Clone)]
+pub struct Api {
+    http: reqwest::Client,
+    base_url: String,
+    token: SecretString,
+}
+
+/// One answer, or why there is none and whether to ask again.
+enum Outcome {
+    Answer(Value),
+    Refused(anyhow::Error),
+    Again { after: Duration, why: anyhow::Error },
+}
+
+impl Api {
+    pub fn new(http: reqwest::Client, base_url: &str, token: SecretString) -> Self {
+        Self { http, base_url: base_url.trim_end_matches('/').to_owned(), token }
+    }
+
+    pub async fn get(&self, path: &str) -> anyhow::Result<Value> {
+        self.call(Method::GET, path, None).await
+    }
+
+    /// Posts `body` under a fresh idempotency key.
+    pub async fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
+        self.call(Method::POST, path, Some(body)).await
+    }
+
+    /// Gets `path` until `look` finds what it looks for in the answer. `look` fails where it can no longer come.
+    pub async fn wait_for<T>(
+        &self,
+        path: &str,
+        what: &str,
+        limit: Duration,
+        mut look: impl FnMut(&Value) -> anyhow::Result<Option<T>>,
+    ) -> anyhow::Result<T> {
+        let until = Instant::now() + limit;
+        let mut pause = LOOK_FIRST;
+        loop {
+            let seen = self.get(path).await?;
+            if let Some(found) = look(&seen)? {
+                return Ok(found);
+            }
+            if Instant::now() + pause > until {
+                bail!("{what}: not after {} s; it is {}", limit.as_secs(), brief(&seen));
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LOOK_LAST);
+        }
+    }
+
+    async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        let key = Uuid::new_v4().to_string();
+        let until = Instant::now() + RETRIED_FOR;
+        loop {
+            match self.attempt(&method, path, body, &key).await {
+                Outcome::Answer(answer) => return Ok(answer),
+                Outcome::Refused(error) => return Err(error),
+                Outcome::Again { why, .. } if Instant::now() > until => return Err(why),
+                Outcome::Again { after, .. } => tokio::time::sleep(after).await,
+            }
+        }
+    }
+
+    async fn attempt(&self, method: &Method, path: &str, body: Option<&Value>, key: &str) -> Outcome {
+        let mut request = self
+            .http
+            .request(method.clone(), format!("{}{path}", self.base_url))
+            .bearer_auth(self.token.expose_secret());
+        if let Some(body) = body {
+            request = request.json(body).header("Idempotency-Key", key);
+        }
+        let again = |error: reqwest::Error, what: &str| Outcome::Again {
+            after: Duration::from_millis(100),
+            why: anyhow::Error::from(error).context(format!("{method} {path}: {what}")),
+        };
+        let answer = match request.send().await {
+            Ok(answer) => answer,
+            Err(error) => return again(error, "no answer"),
+        };
+        let status = answer.status();
+        let retry_after = answer
+            .headers()
+            .get(header::RETRY_AFTER)
+            .and_then(|value| value.to_str().ok()?.parse().ok())
+            .map_or(Duration::from_millis(200), Duration::from_secs);
+        let text = match answer.bytes().await {
+            Ok(text) => text,
+            Err(error) => return again(error, "the answer was cut off"),
+        };
+        let body: Value = serde_json::from_slice(&text).unwrap_or(Value::Null);
+        if status.is_success() {
+            return Outcome::Answer(body);
+        }
+        let error = refusal(method, path, status, &body);
+        let again = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
+            || body["code"] == "idempotency_in_progress";
+        if again { Outcome::Again { after: retry_after, why: error } } else { Outcome::Refused(error) }
+    }
+}
+
+/// What the server said, with the id under which its logs speak of it.
+fn refusal(method: &Method, path: &str, status: StatusCode, body: &Value) -> anyhow::Error {
+    let text = |name: &str| body[name].as_str().unwrap_or("-").to_owned();
+    anyhow!(
+        "{method} {path}: {} {}: {} (correlation id {})",
+        status.as_u16(),
+        text("code"),
+        text("message"),
+        text("correlation_id")
+    )
+}
+
+/// The state of a resource and its reason, for a message.
+fn brief(resource: &Value) -> String {
+    let reason = &resource["state_reason"];
+    let state = resource["state"].as_str().unwrap_or("in no state");
+    match (reason["message"].as_str(), resource["failure"]["message"].as_str()) {
+        (_, Some(failure)) => format!("{state}: {failure}"),
+        (Some(reason), None) if !reason.is_empty() => format!("{state}: {reason}"),
+        (_, None) => state.to_owned(),
+    }
+}
+
+/// A resource that can no longer come where it is awaited.
+pub fn gone_wrong(what: &str, resource: &Value) -> anyhow::Error {
+    anyhow!("{what} is {}", brief(resource))
+}

@@ -1,0 +1,189 @@
+//! The main job, through the public API alone: a SKU, a node onboarded, an allocation on it, and everything given back.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use wire::bundle::BootstrapBundle;
+
+use super::agents::{AgentProcess, AgentSettings};
+use super::api::{Api, gone_wrong};
+use super::files;
+
+const REGION: &str = "dev-1";
+/// Enrolment, the first poll and the check of the inventory.
+const ONBOARDS_WITHIN: Duration = Duration::from_secs(60);
+const PROVISIONS_WITHIN: Duration = Duration::from_secs(60);
+const RELEASES_WITHIN: Duration = Duration::from_secs(60);
+
+/// Hears of each step when it is done, and how long it took.
+pub trait Listener {
+    fn done(&self, step: &str, took: Duration);
+}
+
+/// The two people of the main job, and where its steps are told.
+pub struct MainJob<'a> {
+    pub admin: &'a Api,
+    pub user: &'a Api,
+    pub listener: &'a dyn Listener,
+}
+
+impl MainJob<'_> {
+    /// Puts a SKU for these agents into the catalog and activates it. Returns its name.
+    pub async fn offer(&self, agents: &AgentSettings) -> anyhow::Result<String> {
+        let begin = Instant::now();
+        let gpus = &agents.gpus;
+        let name = format!("{}x{}-{}", gpus.model.to_lowercase(), gpus.count, files::random_hex(3));
+        let sku = json!({
+            "name": name,
+            "gpu": { "vendor": "NVIDIA", "model": gpus.model, "memory_mib": gpus.memory_mib, "count": gpus.count },
+            "cpu": { "model": "any", "cores": 2 },
+            "memory_mib": 4096,
+            "storage_gib": 10,
+            "interconnect": "nvlink",
+            "allowed_regions": [REGION],
+            "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+        });
+        let created = self.admin.post("/api/v1/admin/skus", &sku).await?;
+        let id = text(&created, "id")?;
+        self.listener.done(&format!("SKU {name} created ({id})"), begin.elapsed());
+
+        let begin = Instant::now();
+        let path = format!("/api/v1/admin/skus/{id}");
+        self.admin.post(&format!("{path}/activate"), &json!({ "reason": "the main job needs it" })).await?;
+        self.admin
+            .wait_for(&path, "the SKU is active", Duration::from_secs(10), |sku| {
+                Ok((sku["status"] == "active").then_some(()))
+            })
+            .await?;
+        self.listener.done(&format!("SKU {name} active"), begin.elapsed());
+        Ok(name)
+    }
+
+    /// Registers a node, issues its enrollment token, starts its agent and waits until the node is active.
+    pub async fn onboard(
+        &self,
+        name: &str,
+        sku: &str,
+        agents: &AgentSettings,
+    ) -> anyhow::Result<(String, AgentProcess)> {
+        let begin = Instant::now();
+        let node = json!({
+            "host": format!("{name}.internal"),
+            "port": 22,
+            "ssh_username": "gpuaas",
+            "ssh_public_key": ssh_public_key(name),
+            "sku": sku,
+            "gpus_total": agents.gpus.count,
+            "region_code": REGION,
+            "onboarding_mode": "manual",
+            "probe": false,
+        });
+        let id = text(&self.admin.post("/api/v1/admin/nodes", &node).await?, "id")?;
+        self.listener.done(&format!("{name} registered ({id})"), begin.elapsed());
+
+        let begin = Instant::now();
+        let path = format!("/api/v1/admin/nodes/{id}");
+        let issued = self.admin.post(&format!("{path}/enrollment-token"), &json!({})).await?;
+        let bundle: BootstrapBundle = serde_json::from_value(issued["bootstrap_bundle"].clone())
+            .context("the bootstrap bundle cannot be read")?;
+        self.listener.done(&format!("{name} has its bootstrap bundle"), begin.elapsed());
+
+        let begin = Instant::now();
+        let mut agent = AgentProcess::start(name, agents, &bundle)?;
+        let what = format!("{name} is active");
+        let waiting = self.admin.wait_for(&path, &what, ONBOARDS_WITHIN, |node| {
+            if node["state"] == "quarantined" {
+                return Err(gone_wrong(name, node));
+            }
+            if let Some(status) = agent.exit_status() {
+                bail!("the agent of {name} ended ({status})");
+            }
+            Ok((node["state"] == "active").then_some(()))
+        });
+        if let Err(error) = waiting.await {
+            let tail = super::process::tail(agent.log(), 5);
+            return Err(error.context(format!("{name} did not become active; its agent's log ends with:\n{tail}")));
+        }
+        self.listener.done(&format!("{name} enrolled by its agent, active"), begin.elapsed());
+        Ok((id, agent))
+    }
+
+    /// Rents GPUs of the SKU, waits until they are there, gives them back, and checks that the node has them all again.
+    pub async fn rent_and_return(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
+        let begin = Instant::now();
+        let key = json!({ "name": format!("main job {}", files::random_hex(3)), "public_key": ssh_public_key("user") });
+        let key = self.user.post("/api/v1/ssh-keys", &key).await?;
+        let key_id = text(&key, "id")?;
+        self.listener.done(&format!("SSH key {} added", key["fingerprint"].as_str().unwrap_or("-")), begin.elapsed());
+
+        let begin = Instant::now();
+        let wanted = json!({ "sku": sku, "region_code": REGION, "gpu_count": gpu_count, "ssh_key_ids": [key_id] });
+        let id = text(&self.user.post("/api/v1/allocations", &wanted).await?, "id")?;
+        self.listener.done(&format!("allocation {id} requested"), begin.elapsed());
+
+        let path = format!("/api/v1/allocations/{id}");
+        let active = self
+            .user
+            .wait_for(&path, "the allocation is active", PROVISIONS_WITHIN, |allocation| {
+                match allocation["state"].as_str() {
+                    Some("active") => Ok(Some(allocation.clone())),
+                    Some("requested" | "provisioning") => Ok(None),
+                    _ => Err(gone_wrong("the allocation", allocation)),
+                }
+            })
+            .await?;
+        let devices = active["devices"].as_array().map_or(0, Vec::len);
+        if devices != gpu_count as usize {
+            bail!("the allocation has {devices} devices, {gpu_count} were asked for");
+        }
+        let node_id = text(&active, "node_id")?;
+        let ssh = &active["ssh"];
+        let login = format!("{}@{}", ssh["username"].as_str().unwrap_or("-"), ssh["host"].as_str().unwrap_or("-"));
+        self.listener.done(&format!("allocation active: {devices} GPUs, ssh {login}"), begin.elapsed());
+
+        let begin = Instant::now();
+        self.user.post(&format!("{path}/release"), &json!({})).await?;
+        self.listener.done("release accepted", begin.elapsed());
+        self.user
+            .wait_for(&path, "the allocation is released", RELEASES_WITHIN, |allocation| {
+                match allocation["state"].as_str() {
+                    Some("released") => Ok(Some(())),
+                    Some("active" | "releasing") => Ok(None),
+                    _ => Err(gone_wrong("the allocation", allocation)),
+                }
+            })
+            .await?;
+        self.listener.done("allocation released, on the node's clean-up proof", begin.elapsed());
+
+        let begin = Instant::now();
+        self.admin
+            .wait_for(&format!("/api/v1/admin/nodes/{node_id}"), "all GPUs free again", RELEASES_WITHIN, |node| {
+                if node["state"] != "active" {
+                    return Err(gone_wrong("the node", node));
+                }
+                Ok((node["gpus_free"] == node["gpus_total"]).then_some(()))
+            })
+            .await?;
+        self.listener.done("node clean, all its GPUs free again", begin.elapsed());
+        Ok(())
+    }
+}
+
+fn text(resource: &Value, name: &str) -> anyhow::Result<String> {
+    resource[name].as_str().map(str::to_owned).with_context(|| format!("the answer has no {name}"))
+}
+
+/// The public half of a fresh Ed25519 pair in OpenSSH's text form (RFC 8709). Nobody logs in with it: its private half is gone.
+fn ssh_public_key(comment: &str) -> String {
+    let secret: [u8; 32] = rand::random();
+    let public = ed25519_dalek::SigningKey::from_bytes(&secret).verifying_key();
+    let mut blob = Vec::new();
+    for part in [b"ssh-ed25519".as_slice(), public.as_bytes()] {
+        blob.extend_from_slice(&u32::try_from(part.len()).unwrap_or(u32::MAX).to_be_bytes());
+        blob.extend_from_slice(part);
+    }
+    format!("ssh-ed25519 {} {comment}", STANDARD.encode(blob))
+}

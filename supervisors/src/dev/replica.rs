@@ -1,0 +1,193 @@
+//! Control-plane replicas: `gpuaas serve` as child processes, told what to do by `SVC_…` variables alone.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use secrecy::{ExposeSecret as _, SecretString};
+
+use super::nats::NatsUser;
+use super::pki::ServerCertificate;
+use super::process::{ChildProcess, Launch, free_port};
+
+const READY_WITHIN: Duration = Duration::from_secs(60);
+/// A replica drains its listeners, polls, shards and outbox before it ends.
+const STOPS_WITHIN: Duration = Duration::from_secs(20);
+
+/// What members of the cluster say to each other, and the events that they publish.
+const MEMBER_SUBJECTS: [&str; 9] =
+    ["gpuaas.>", "provisioning.>", "node.>", "sku.>", "task.>", "billing.>", "terminal.>", "policy.>", "notify.>"];
+
+/// The NATS user of a member. Its inbox is its own (`_INBOX.NAME.>`): no other member can listen to the answers it gets.
+pub fn member(name: &str) -> NatsUser {
+    let subjects = || MEMBER_SUBJECTS.iter().map(|subject| (*subject).to_owned());
+    let publish = subjects().chain(["$JS.API.>", "$JS.ACK.>", "_INBOX.>"].map(str::to_owned));
+    let subscribe = subjects().chain([format!("_INBOX.{name}.>")]);
+    NatsUser::limited(name, publish, subscribe)
+}
+
+/// What all replicas of one environment share.
+#[derive(Clone)]
+pub struct ReplicaSettings {
+    /// The `gpuaas` program.
+    pub executable: PathBuf,
+    /// Where the logs go.
+    pub folder: PathBuf,
+    pub database_url: SecretString,
+    /// Trust anchor for Postgres and NATS, and of the replicas' own certificate.
+    pub ca_path: PathBuf,
+    pub certificate: ServerCertificate,
+    pub key_ring_path: PathBuf,
+    pub issuer: String,
+    pub audience: String,
+    /// How clients reach the public API, and nodes theirs: through the balancer.
+    pub public_url: String,
+    pub node_public_url: String,
+    /// Further variables, which win over those that are set here.
+    pub variables: Vec<(String, String)>,
+}
+
+/// The addresses of one replica's two listeners.
+#[derive(Debug, Clone, Copy)]
+pub struct Listens {
+    pub public: SocketAddr,
+    pub node: SocketAddr,
+}
+
+impl Listens {
+    /// Two ports of 127.0.0.1 that were free a moment ago.
+    pub fn anywhere() -> std::io::Result<Self> {
+        let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
+        Ok(Self { public: port()?, node: port()? })
+    }
+}
+
+/// One replica. Dropping it stops it.
+pub struct Replica {
+    name: String,
+    settings: ReplicaSettings,
+    nats_url: SecretString,
+    listens: Listens,
+    process: Option<ChildProcess>,
+}
+
+impl Replica {
+    /// Starts a replica and waits until it is ready to serve.
+    pub async fn start(
+        name: &str,
+        settings: &ReplicaSettings,
+        nats_url: SecretString,
+        listens: Listens,
+    ) -> anyhow::Result<Self> {
+        let mut replica = Self { name: name.to_owned(), settings: settings.clone(), nats_url, listens, process: None };
+        replica.start_again().await?;
+        Ok(replica)
+    }
+
+    /// Starts a stopped or killed replica under its name, on its ports, and waits until it is ready.
+    pub async fn start_again(&mut self) -> anyhow::Result<()> {
+        if !self.is_running() {
+            self.process = Some(self.launch().spawn()?);
+        }
+        self.wait_until_ready(READY_WITHIN).await
+    }
+
+    /// Waits until `GET /api/v1/readyz` answers 200.
+    pub async fn wait_until_ready(&mut self, limit: Duration) -> anyhow::Result<()> {
+        let client = super::api::https_client(&self.settings.ca_path)?;
+        let url = format!("{}/api/v1/readyz", self.public_url());
+        let until = Instant::now() + limit;
+        loop {
+            let last = match client.get(&url).timeout(Duration::from_secs(2)).send().await {
+                Ok(answer) if answer.status().is_success() => return Ok(()),
+                Ok(answer) => format!("it answers {}", answer.status()),
+                Err(error) => format!("{:#}", anyhow::Error::from(error)),
+            };
+            let process = self.process.as_mut().context("the replica was not started")?;
+            if let Some(status) = process.exit_status() {
+                bail!("{} ended while starting ({status}); its log ends with:\n{}", self.name, process.log_tail());
+            }
+            if Instant::now() > until {
+                let log = process.log().display();
+                bail!("{} is not ready after {} s: {last}; its log is {log}", self.name, limit.as_secs());
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn public_url(&self) -> String {
+        format!("https://{}", self.listens.public)
+    }
+
+    pub fn node_url(&self) -> String {
+        format!("https://{}", self.listens.node)
+    }
+
+    pub fn listens(&self) -> Listens {
+        self.listens
+    }
+
+    pub fn log(&self) -> PathBuf {
+        self.settings.folder.join(format!("{}.log", self.name))
+    }
+
+    /// The pid of the process that was started last.
+    pub fn pid(&self) -> Option<u32> {
+        self.process.as_ref().map(ChildProcess::pid)
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.process.as_mut().is_some_and(ChildProcess::is_running)
+    }
+
+    pub fn exit_status(&mut self) -> Option<ExitStatus> {
+        self.process.as_mut().and_then(ChildProcess::exit_status)
+    }
+
+    /// SIGKILL, as a crash.
+    pub fn kill9(&mut self) {
+        if let Some(process) = &mut self.process {
+            process.kill9();
+        }
+    }
+
+    /// An orderly end.
+    pub async fn stop(&mut self) {
+        if let Some(process) = &mut self.process {
+            process.stop(STOPS_WITHIN).await;
+        }
+    }
+
+    fn launch(&self) -> Launch {
+        let settings = &self.settings;
+        let path = |path: &Path| path.as_os_str().to_owned();
+        let variables = [
+            ("SVC_DATABASE_URL", settings.database_url.expose_secret().into()),
+            ("SVC_DATABASE_CA_PATH", path(&settings.ca_path)),
+            ("SVC_NATS_URL", self.nats_url.expose_secret().into()),
+            ("SVC_NATS_CA_PATH", path(&settings.ca_path)),
+            ("SVC_KEK_FILE", path(&settings.key_ring_path)),
+            ("SVC_PUBLIC_LISTEN", self.listens.public.to_string().into()),
+            ("SVC_NODE_LISTEN", self.listens.node.to_string().into()),
+            ("SVC_PUBLIC_URL", settings.public_url.clone().into()),
+            ("SVC_NODE_PUBLIC_URL", settings.node_public_url.clone().into()),
+            ("SVC_TLS_CERT_PATH", path(&settings.certificate.certificate_path)),
+            ("SVC_TLS_KEY_PATH", path(&settings.certificate.key_path)),
+            ("SVC_TLS_CA_PATH", path(&settings.ca_path)),
+            ("SVC_OIDC_ISSUER", settings.issuer.clone().into()),
+            ("SVC_OIDC_AUDIENCE", settings.audience.clone().into()),
+            ("SVC_MEMBER_NAME", self.name.clone().into()),
+            ("SVC_ROLES", "all".into()),
+            ("RUST_LOG", std::env::var_os("RUST_LOG").unwrap_or_else(|| "info".into())),
+        ];
+        let launch = Launch::new(&self.name, &settings.executable, self.log()).argument("serve");
+        let launch = variables.into_iter().fold(launch, |launch, (name, value)| launch.variable(name, value));
+        settings.variables.iter().fold(launch, |launch, (name, value)| launch.variable(name, value))
+    }
+}

@@ -1,0 +1,34 @@
+//! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+/// ractor's own spans live as long as its actors do.
+const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
+
+/// Starts logging for this process. `RUST_LOG` narrows or widens it.
+///
+/// # Errors
+/// Where logging was started before.
+pub fn start() -> anyhow::Result<()> {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
+    let lines = tracing_subscriber::fmt::layer()
+        .json()
+        .flatten_event(true)
+        .with_current_span(true)
+        .with_span_list(false)
+        .with_writer(std::io::stderr);
+    tracing_subscriber::registry().with(filter).with(lines).try_init()?;
+    Ok(())
+}
+
+/// A panic is one line, without a backtrace: symbolising it would hold up the thread that runs the actors (and its message is in the
+/// entity's last error anyway).
+pub fn short_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let text = crate::supervisor::panic_text(panic.payload());
+        let at = panic.location().map(ToString::to_string).unwrap_or_default();
+        tracing::error!(panic.at = at, "panicked: {text}");
+    }));
+}

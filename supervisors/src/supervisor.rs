@@ -1,0 +1,309 @@
+//! Hosts the rows of [`crate::tree`] as ractor actors under one root. A worker that ends is started again after a pause; one that
+//! keeps ending is parked and shown; its siblings live on.
+
+use crate::tree::{Restart, Row};
+use chrono::Utc;
+use domain::Timestamp;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, VecDeque};
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio_util::task::AbortOnDropHandle;
+
+/// What a worker does, started anew at each restart.
+pub type Work = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
+
+/// A worker as an operator sees it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WorkerRow {
+    pub name: String,
+    pub under: String,
+    pub what: String,
+    /// `running`, `backing_off`, `parked` or `stopped`.
+    pub state: String,
+    pub since: Timestamp,
+    pub restarts: u64,
+    pub last_error: Option<String>,
+}
+
+/// The whole tree of this process.
+#[derive(Clone)]
+pub struct Supervisor {
+    root: ActorRef<Order>,
+    book: Arc<Mutex<BTreeMap<&'static str, Entry>>>,
+}
+
+struct Entry {
+    row: Row,
+    work: Option<Work>,
+    actor: Option<ActorRef<Finished>>,
+    state: &'static str,
+    since: Timestamp,
+    recent: VecDeque<Instant>,
+    restarts: u64,
+    last_error: Option<String>,
+}
+
+/// What the root is told.
+pub enum Order {
+    Start(&'static str),
+}
+
+impl Supervisor {
+    /// An empty tree.
+    ///
+    /// # Errors
+    /// Where the root cannot be started.
+    pub async fn start() -> anyhow::Result<Self> {
+        let book = Arc::new(Mutex::new(BTreeMap::new()));
+        let (root, _) = Actor::spawn(None, Root, Arc::clone(&book)).await?;
+        Ok(Self { root, book })
+    }
+
+    /// Adds a row that only groups others.
+    pub fn group(&self, row: Row) {
+        lock(&self.book).insert(row.name, Entry::new(row, None));
+    }
+
+    /// Adds a row and starts its work.
+    pub fn add(&self, row: Row, work: Work) {
+        lock(&self.book).insert(row.name, Entry::new(row, Some(work)));
+        self.order(row.name);
+    }
+
+    /// An operator has looked: starts a worker anew, whatever it was doing. `false` where there is no such worker.
+    #[must_use]
+    pub fn restart(&self, name: &str) -> bool {
+        let mut book = lock(&self.book);
+        let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { return false };
+        entry.recent.clear();
+        let name = entry.row.name;
+        match &entry.actor {
+            // Its end is what starts it again.
+            Some(actor) => actor.stop(Some("restarted by an operator".to_owned())),
+            None => {
+                drop(book);
+                self.order(name);
+            }
+        }
+        true
+    }
+
+    /// Stops everything at or below `name`, children first.
+    pub async fn stop(&self, name: &str) {
+        let stopping: Vec<_> = {
+            let mut book = lock(&self.book);
+            let mut below = vec![book.get(name).map_or("", |entry| entry.row.name)];
+            let mut next = 0;
+            while next < below.len() {
+                let parent = below[next];
+                below.extend(book.values().filter(|entry| entry.row.under == parent).map(|entry| entry.row.name));
+                next += 1;
+            }
+            let stop = |name: &&'static str| {
+                let entry = book.get_mut(name)?;
+                entry.enter("stopped");
+                entry.work = None;
+                entry.actor.take()
+            };
+            below.iter().rev().filter_map(stop).collect()
+        };
+        for actor in stopping {
+            if let Err(error) = actor.stop_and_wait(None, Some(Duration::from_secs(5))).await {
+                tracing::warn!(%error, "a worker did not stop in time");
+            }
+        }
+    }
+
+    /// Under whom the shards' supervisors run.
+    #[must_use]
+    pub fn root(&self) -> ActorCell {
+        self.root.get_cell()
+    }
+
+    /// Every row, in the order of its name.
+    #[must_use]
+    pub fn rows(&self) -> Vec<WorkerRow> {
+        lock(&self.book).values().map(Entry::row).collect()
+    }
+
+    fn order(&self, name: &'static str) {
+        if self.root.cast(Order::Start(name)).is_err() {
+            tracing::error!(name, "the root supervisor is gone");
+        }
+    }
+}
+
+impl Entry {
+    fn new(row: Row, work: Option<Work>) -> Self {
+        Self {
+            row,
+            work,
+            actor: None,
+            state: "running",
+            since: Utc::now(),
+            recent: VecDeque::new(),
+            restarts: 0,
+            last_error: None,
+        }
+    }
+
+    fn enter(&mut self, state: &'static str) {
+        self.state = state;
+        self.since = Utc::now();
+    }
+
+    /// Notes an end and says when to start again; `None` where it is parked.
+    fn ended(&mut self, error: String) -> Option<Duration> {
+        let Restart { pause, longest, intensity, window } = self.row.restart;
+        let now = Instant::now();
+        self.actor = None;
+        self.restarts += 1;
+        self.last_error = Some(error);
+        self.recent.retain(|at| now.duration_since(*at) < window);
+        self.recent.push_back(now);
+        if self.recent.len() >= intensity {
+            self.enter("parked");
+            return None;
+        }
+        self.enter("backing_off");
+        let doublings = u32::try_from(self.recent.len() - 1).unwrap_or(0).min(16);
+        Some((pause * 2_u32.pow(doublings)).min(longest))
+    }
+
+    fn row(&self) -> WorkerRow {
+        WorkerRow {
+            name: self.row.name.to_owned(),
+            under: self.row.under.to_owned(),
+            what: self.row.what.to_owned(),
+            state: self.state.to_owned(),
+            since: self.since,
+            restarts: self.restarts,
+            last_error: self.last_error.clone(),
+        }
+    }
+}
+
+type Book = Arc<Mutex<BTreeMap<&'static str, Entry>>>;
+
+/// The root of the tree.
+struct Root;
+
+impl Actor for Root {
+    type Msg = Order;
+    type State = Book;
+    type Arguments = Book;
+
+    async fn pre_start(&self, _: ActorRef<Order>, book: Book) -> Result<Book, ActorProcessingErr> {
+        Ok(book)
+    }
+
+    async fn handle(
+        &self,
+        myself: ActorRef<Order>,
+        Order::Start(name): Order,
+        book: &mut Book,
+    ) -> Result<(), ActorProcessingErr> {
+        let work = {
+            let mut book = lock(book);
+            let Some(entry) = book.get_mut(name).filter(|entry| entry.actor.is_none()) else { return Ok(()) };
+            entry.enter("running");
+            entry.work.clone()
+        };
+        let Some(work) = work else { return Ok(()) };
+        match Actor::spawn_linked(None, Worker { name }, work, myself.get_cell()).await {
+            Ok((actor, _)) => {
+                if let Some(entry) = lock(book).get_mut(name) {
+                    entry.actor = Some(actor);
+                }
+            }
+            Err(error) => ended(&myself, book, name, error.to_string()),
+        }
+        Ok(())
+    }
+
+    async fn handle_supervisor_evt(
+        &self,
+        myself: ActorRef<Order>,
+        event: SupervisionEvent,
+        book: &mut Book,
+    ) -> Result<(), ActorProcessingErr> {
+        let (cell, error) = match event {
+            SupervisionEvent::ActorFailed(cell, error) => (cell, error.to_string()),
+            SupervisionEvent::ActorTerminated(cell, _, reason) => {
+                (cell, reason.unwrap_or_else(|| "it ended".to_owned()))
+            }
+            SupervisionEvent::ActorStarted(_) | SupervisionEvent::ProcessGroupChanged(_) => return Ok(()),
+        };
+        let of = |entry: &Entry| entry.actor.as_ref().is_some_and(|actor| actor.get_id() == cell.get_id());
+        let found = lock(book).values().find(|entry| of(entry)).map(|entry| entry.row.name);
+        // The shards' supervisors end when their shard goes; that is no failure.
+        let Some(name) = found else { return Ok(()) };
+        ended(&myself, book, name, error);
+        Ok(())
+    }
+}
+
+fn ended(root: &ActorRef<Order>, book: &Book, name: &'static str, error: String) {
+    let mut book = lock(book);
+    let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { return };
+    match entry.ended(error.clone()) {
+        Some(pause) => {
+            tracing::warn!(worker = name, error, "{name} ended; it is started again in {pause:?}");
+            root.send_after(pause, move || Order::Start(name));
+        }
+        None => tracing::error!(worker = name, error, "{name} ended too often and is parked"),
+    }
+}
+
+/// One row's actor: it lives as long as its work.
+struct Worker {
+    name: &'static str,
+}
+
+/// The work has come to its end.
+pub(crate) struct Finished(String);
+
+impl Actor for Worker {
+    type Msg = Finished;
+    /// Dropping it ends the work, however the actor ended.
+    type State = AbortOnDropHandle<()>;
+    type Arguments = Work;
+
+    async fn pre_start(&self, myself: ActorRef<Finished>, work: Work) -> Result<AbortOnDropHandle<()>, ActorProcessingErr> {
+        let name = self.name;
+        Ok(AbortOnDropHandle::new(tokio::spawn(async move {
+            let how = match AssertUnwindSafe(work()).catch_unwind().await {
+                Ok(Ok(())) => "it came to an end".to_owned(),
+                Ok(Err(error)) => format!("{error:#}"),
+                Err(panic) => format!("it panicked: {}", panic_text(&*panic)),
+            };
+            tracing::debug!(worker = name, "{how}");
+            let _ = myself.cast(Finished(how));
+        })))
+    }
+
+    async fn handle(
+        &self,
+        _: ActorRef<Finished>,
+        Finished(how): Finished,
+        _: &mut AbortOnDropHandle<()>,
+    ) -> Result<(), ActorProcessingErr> {
+        Err(how.into())
+    }
+}
+
+/// What a panic said.
+#[must_use]
+pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("something without words")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,105 @@
+//! The supervision tree as a table: what runs, under whom, in which role, and what happens when it fails (design 7).
+
+use crate::config::Role;
+use std::time::Duration;
+
+/// One row: something that runs as long as the process.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub name: &'static str,
+    pub under: &'static str,
+    /// Runs in processes that have one of these roles.
+    pub roles: &'static [Role],
+    pub restart: Restart,
+    pub what: &'static str,
+}
+
+/// What happens when it ends, in whatever way: it was meant to run for ever.
+#[derive(Clone, Copy, Debug)]
+pub struct Restart {
+    /// The pause before it is started again; it doubles with each failure in [`Restart::window`], up to `longest`.
+    pub pause: Duration,
+    pub longest: Duration,
+    /// So many failures in the window park it: shown, and left alone until an operator restarts it. Its siblings live on.
+    pub intensity: usize,
+    pub window: Duration,
+}
+
+/// Follows what is outside this process, and has to come back by itself whenever that does.
+const ALWAYS: Restart = Restart {
+    pause: Duration::from_millis(100),
+    longest: Duration::from_secs(2),
+    intensity: usize::MAX,
+    window: Duration::from_secs(60),
+};
+
+/// Works inside this process: if it keeps failing, something is wrong that a restart does not mend.
+const BOUNDED: Restart = Restart {
+    pause: Duration::from_millis(50),
+    longest: Duration::from_secs(1),
+    intensity: 10,
+    window: Duration::from_secs(60),
+};
+
+const EVERY: &[Role] = &Role::ALL;
+
+/// The whole tree, from the root's children down. Shards and their entities hang below `entities` and come and go.
+pub const TREE: &[Row] = &[
+    row("cluster", "root", EVERY, BOUNDED, "membership and ownership"),
+    row("beat", "cluster", EVERY, ALWAYS, "says that this member lives"),
+    row("listen", "cluster", EVERY, ALWAYS, "hears the other members"),
+    row("ownership", "cluster", EVERY, ALWAYS, "takes, gives and drops shards"),
+    row("answers", "cluster", EVERY, ALWAYS, "answers other members' questions about this one"),
+    row("entities", "root", &[Role::Entities], BOUNDED, "the shards that this member owns"),
+    row("timers", "entities", &[Role::Entities], BOUNDED, "wakes entities whose deadline has come"),
+    row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
+    row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
+    row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
+    row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
+    row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
+    row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
+    row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
+    row("edge", "root", &[Role::Api, Role::NodeApi], BOUNDED, "what listens"),
+    row("public-api", "edge", &[Role::Api], ALWAYS, "HTTPS for users and administrators"),
+    row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
+    row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
+];
+
+/// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
+/// committed is published.
+pub const SHUTDOWN: &[&str] = &["edge", "provisioning", "entities", "outbox-relay", "policy", "cluster"];
+
+const fn row(
+    name: &'static str,
+    under: &'static str,
+    roles: &'static [Role],
+    restart: Restart,
+    what: &'static str,
+) -> Row {
+    Row { name, under, roles, restart, what }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_row_hangs_under_an_earlier_one_and_has_a_name_of_its_own() {
+        let mut known = BTreeSet::from(["root"]);
+        for row in TREE {
+            assert!(known.contains(row.under), "{} hangs under nothing", row.name);
+            assert!(known.insert(row.name), "{} stands twice", row.name);
+        }
+    }
+
+    #[test]
+    fn the_shutdown_names_every_child_of_the_root_once() {
+        let children: BTreeSet<_> = TREE.iter().filter(|row| row.under == "root").map(|row| row.name).collect();
+        let stopped: BTreeSet<_> = SHUTDOWN.iter().copied().collect();
+        assert_eq!(children, stopped);
+        assert_eq!(SHUTDOWN.len(), stopped.len());
+    }
+}

@@ -1,0 +1,64 @@
+//! What has to be done now and then: policy read, idle entities put to sleep, old command ids forgotten, partitions made ahead.
+
+use crate::world::Here;
+use actors::Host;
+use persistence::{Cluster, Reads, sweep};
+use sqlx::PgPool;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{MissedTickBehavior, interval};
+
+/// Members that were silent for so long and own nothing are forgotten.
+const FORGOTTEN: Duration = Duration::from_secs(600);
+
+/// Reads the policy values anew every second.
+///
+/// # Errors
+/// Never; while Postgres cannot be read the values of before hold.
+pub async fn read_policy(here: Arc<Here>, reads: Reads) -> anyhow::Result<()> {
+    let mut turn = interval(Duration::from_secs(1));
+    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        turn.tick().await;
+        match reads.policy_book().await {
+            Ok(book) => here.learn(book),
+            Err(error) => tracing::warn!(error = %error, "could not read the policy values"),
+        }
+    }
+}
+
+/// Puts idle entities to sleep.
+///
+/// # Errors
+/// Never.
+pub async fn rest(host: Arc<Host>) -> anyhow::Result<()> {
+    let mut turn = interval(Duration::from_secs(5));
+    loop {
+        turn.tick().await;
+        host.rest();
+    }
+}
+
+/// Sweeps the database.
+///
+/// # Errors
+/// Never; what fails is tried again at the next turn.
+pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
+    let mut turn = interval(Duration::from_secs(60));
+    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let cluster = Cluster::new(pool.clone());
+    loop {
+        turn.tick().await;
+        if let Err(error) = sweep::make_partitions(&pool, 2).await {
+            tracing::warn!(error = %error, "could not make partitions");
+        }
+        match sweep::forget_commands(&pool, sweep::COMMANDS_KEPT, 5000).await {
+            Ok(0) => {}
+            Ok(forgotten) => tracing::debug!(forgotten, "old command ids forgotten"),
+            Err(error) => tracing::warn!(error = %error, "could not forget old command ids"),
+        }
+        if let Err(error) = cluster.forget_silent(FORGOTTEN).await {
+            tracing::warn!(error = %error, "could not forget silent members");
+        }
+    }
+}

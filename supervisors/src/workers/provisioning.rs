@@ -1,0 +1,163 @@
+//! Finds a node for an allocation: counts it against its tenant's quota, asks the fitting nodes in turn, and tells the allocation
+//! what came of it. It holds no state that matters: it can stop anywhere, and the event is worked on again.
+
+use super::reactor::{Effect, Heard, Reactor};
+use actors::AskError;
+use actors::place::id_of_name;
+use domain::allocation::{self, Allocation, Phase};
+use domain::node::{self, Node};
+use domain::placement::{self, Candidate, Wanted};
+use domain::tenant::{self, AskedScopes, Tenant};
+use domain::{AllocationId, EntityRef, Kind, NodeId, SkuId};
+use persistence::StoreError;
+use prometheus::{Histogram, HistogramOpts, IntCounter, Registry};
+
+/// The nodes that may take a tenant.
+const SCHEDULABLE: &[&str] = &["active"];
+
+/// The placement's own figures.
+pub struct Placer {
+    placed: IntCounter,
+    refused: IntCounter,
+    asked: Histogram,
+}
+
+impl Placer {
+    /// # Errors
+    /// Where the metrics are registered already.
+    pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let asked = HistogramOpts::new("provisioning_nodes_asked", "Nodes that were asked for one allocation.")
+            .buckets(vec![0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0]);
+        let placer = Self {
+            placed: IntCounter::new("provisioning_placed_total", "Allocations for which a node was found.")?,
+            refused: IntCounter::new("provisioning_unplaced_total", "Searches that found no node.")?,
+            asked: Histogram::with_opts(asked)?,
+        };
+        registry.register(Box::new(placer.placed.clone()))?;
+        registry.register(Box::new(placer.refused.clone()))?;
+        registry.register(Box::new(placer.asked.clone()))?;
+        Ok(placer)
+    }
+
+    /// What follows from a request for an allocation.
+    pub(super) async fn place(&self, by: &Reactor, heard: &Heard, id: AllocationId) -> Effect {
+        match self.search(by, heard, id).await {
+            Ok(effect) => effect,
+            Err(Stuck(why)) => Effect::Later { why },
+        }
+    }
+
+    async fn search(&self, by: &Reactor, heard: &Heard, id: AllocationId) -> Result<Effect, Stuck> {
+        let Some(allocation) = requested(by, id).await? else { return Ok(by.settle(heard).await) };
+        let tell = |command| by.carry_out::<Allocation>(heard, id.0, command);
+        if let Some(limit) = self.over_quota(by, heard, &allocation).await? {
+            return Ok(tell(allocation::Command::OverQuota { limit }).await);
+        }
+        // Released while it was being counted? Its end may have been heard before its beginning.
+        if requested(by, id).await?.is_none() {
+            let forget = tenant::Command::Forget { allocation_id: id };
+            let tenant = id_of_name(Kind::Tenant, &allocation.asked.user_id);
+            let _ = by.directory.ask::<Tenant>(&by.permit, tenant, forget, by.asked(heard)).await;
+            return Ok(by.settle(heard).await);
+        }
+        let wanted = Wanted {
+            node_id: allocation.asked.node_id,
+            region_code: allocation.asked.region_code.as_deref(),
+            gpu_count: allocation.asked.gpu_count,
+        };
+        let candidates = candidates(by, allocation.asked.sku_id, id).await?;
+        let mut asked = 0.0;
+        for node_id in placement::order(&candidates, &wanted, id.0.as_u128()) {
+            asked += 1.0;
+            if let Some(placed) = self.reserve(by, heard, &allocation, node_id).await? {
+                self.placed.inc();
+                self.asked.observe(asked);
+                return Ok(tell(allocation::Command::Reserved { node_id, placed }).await);
+            }
+        }
+        self.refused.inc();
+        self.asked.observe(asked);
+        let suggestion = placement::suggestion(&candidates, &wanted);
+        Ok(tell(allocation::Command::NoCapacity { suggestion: Some(suggestion) }).await)
+    }
+
+    /// The limit, where the tenant has reached it.
+    async fn over_quota(&self, by: &Reactor, heard: &Heard, allocation: &Allocation) -> Result<Option<i64>, Stuck> {
+        let asked = &allocation.asked;
+        let admit = tenant::Command::Admit {
+            user_id: asked.user_id.clone(),
+            allocation_id: allocation.id,
+            scopes: AskedScopes {
+                org_id: asked.org_id.clone(),
+                project_id: asked.project_id.clone(),
+                plan: asked.plan.clone(),
+            },
+        };
+        let tenant = id_of_name(Kind::Tenant, &asked.user_id);
+        match by.directory.ask::<Tenant>(&by.permit, tenant, admit, by.asked(heard)).await {
+            Ok(_) => Ok(None),
+            Err(AskError::Rejected(tenant::Rejection::OverQuota { limit })) => Ok(Some(limit)),
+            Err(error) => Err(Stuck(error.to_string())),
+        }
+    }
+
+    /// What the node set aside; `None` where it cannot.
+    async fn reserve(
+        &self,
+        by: &Reactor,
+        heard: &Heard,
+        allocation: &Allocation,
+        node_id: NodeId,
+    ) -> Result<Option<allocation::Placed>, Stuck> {
+        let reserve = node::Command::Reserve {
+            allocation_id: allocation.id,
+            gpu_count: allocation.asked.gpu_count,
+            keys: allocation.asked.ssh_keys.clone(),
+        };
+        match by.directory.ask::<Node>(&by.permit, node_id.0, reserve, by.asked(heard)).await {
+            Ok(answered) => match answered.reply {
+                node::Reply::Reserved { placed } => Ok(Some(placed)),
+                node::Reply::Node { .. }
+                | node::Reply::TokenIssued { .. }
+                | node::Reply::Enrolled { .. }
+                | node::Reply::Work { .. }
+                | node::Reply::Heard { .. }
+                | node::Reply::Done => Err(Stuck("a reservation was answered with something else".to_owned())),
+            },
+            Err(AskError::Rejected(_)) => Ok(None),
+            // It may have reserved: the next try asks it first.
+            Err(error) => Err(Stuck(error.to_string())),
+        }
+    }
+}
+
+/// The allocation, if it still waits for a node.
+async fn requested(by: &Reactor, id: AllocationId) -> Result<Option<Allocation>, Stuck> {
+    let Some(snapshot) = by.reads.snapshot(EntityRef { kind: Kind::Allocation, id: id.0 }).await? else {
+        return Ok(None);
+    };
+    let allocation: Allocation = serde_json::from_str(&snapshot.body)?;
+    Ok(matches!(allocation.phase, Phase::Requested { .. }).then_some(allocation))
+}
+
+async fn candidates(by: &Reactor, sku: SkuId, id: AllocationId) -> Result<Vec<Candidate>, Stuck> {
+    let rows = by.reads.nodes_of_sku(sku, SCHEDULABLE).await?;
+    // A node that cannot be read is parked and shown; the others can be rented.
+    let nodes = rows.iter().filter_map(|row| serde_json::from_str::<Node>(&row.body).ok());
+    Ok(nodes.map(|node| Candidate::of(&node, id)).collect())
+}
+
+/// The search cannot go on now.
+struct Stuck(String);
+
+impl From<StoreError> for Stuck {
+    fn from(error: StoreError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<serde_json::Error> for Stuck {
+    fn from(error: serde_json::Error) -> Self {
+        Self(format!("the allocation cannot be read: {error}"))
+    }
+}

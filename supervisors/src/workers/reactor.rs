@@ -1,0 +1,232 @@
+//! Events become commands: what follows from an event is asked of its machine, under the event's id, so that it happens once.
+//!
+//! Two ways lead here. JetStream's durable consumers bring fresh events to any member; and the owner of a shard polls its outbox for rows
+//! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
+
+use super::provisioning::Placer;
+use crate::cluster::bus::Bus;
+use actors::place::id_of_name;
+use actors::{AskError, Asked, CommandKey, Directory, Host};
+use anyhow::Context as _;
+use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
+use async_nats::jetstream::{self, AckKind, Message};
+use chrono::{TimeDelta, Utc};
+use domain::allocation::Allocation;
+use domain::authz::authorize;
+use domain::event::{Reaction, Stream};
+use domain::node::Node;
+use domain::tenant::Tenant;
+use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
+use futures::StreamExt;
+use persistence::{Outbox, OutboxRow, Reads};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// Events that are worked on at once.
+const AT_ONCE: usize = 128;
+
+/// How long a command of an event may take.
+const PATIENCE: TimeDelta = TimeDelta::seconds(10);
+
+/// After this an event without effect is taken up by the poll. JetStream has usually brought it within a millisecond.
+const ORPHANED: Duration = Duration::from_secs(3);
+
+/// The same while NATS cannot be reached: then the poll is the only way.
+const ORPHANED_WITHOUT_BUS: Duration = Duration::from_millis(100);
+
+/// Carries out what follows from events.
+#[derive(Clone)]
+pub struct Reactor {
+    pub directory: Directory,
+    pub reads: Reads,
+    pub outbox: Outbox,
+    pub placer: Arc<Placer>,
+    pub permit: Permit,
+}
+
+/// An event on its way to its effect.
+#[derive(Clone, Debug)]
+pub struct Heard {
+    pub id: EventId,
+    pub event: Event,
+    pub correlation_id: String,
+    pub traceparent: Option<String>,
+}
+
+/// What became of an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Its effect is durable, or there is none: the outbox row is gone.
+    Settled,
+    /// Not yet; it stays in the outbox and is tried again.
+    Later { why: String },
+}
+
+impl Reactor {
+    /// # Errors
+    /// Never in practice: a worker may advance the machines.
+    pub fn new(
+        directory: Directory,
+        reads: Reads,
+        outbox: Outbox,
+        placer: Arc<Placer>,
+        worker: &str,
+    ) -> anyhow::Result<Self> {
+        let permit = authorize(&Principal::system(worker), Action::Advance)?;
+        Ok(Self { directory, reads, outbox, placer, permit })
+    }
+
+    /// Asks what follows from an event.
+    pub async fn react(&self, heard: &Heard) -> Effect {
+        match heard.event.reaction() {
+            Reaction::Nothing => self.settle(heard).await,
+            Reaction::Place(allocation_id) => self.placer.place(self, heard, allocation_id).await,
+            Reaction::Node(id, command) => self.carry_out::<Node>(heard, id.0, command).await,
+            Reaction::Allocation(id, command) => self.carry_out::<Allocation>(heard, id.0, command).await,
+            Reaction::Tenant { user_id, command } => {
+                self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
+            }
+        }
+    }
+
+    /// Asks the one command that carries the event out; its commit takes the outbox row with it.
+    pub(super) async fn carry_out<M: Machine>(&self, heard: &Heard, id: uuid::Uuid, command: M::Command) -> Effect {
+        let asked = self.asked(heard).once(CommandKey::of_event(heard.id));
+        match self.directory.ask::<M>(&self.permit, id, command, asked).await {
+            Ok(answered) if answered.written => Effect::Settled,
+            // Carried out before, or nothing had to change: nothing else takes the row away.
+            Ok(_) | Err(AskError::AlreadyDone) => self.settle(heard).await,
+            Err(AskError::Rejected(rejection)) => {
+                tracing::warn!(
+                    event.id = %heard.id, event.subject = heard.event.subject(), correlation_id = %heard.correlation_id,
+                    "what follows from the event was refused: {rejection}"
+                );
+                self.settle(heard).await
+            }
+            Err(error) => Effect::Later { why: error.to_string() },
+        }
+    }
+
+    pub(super) fn asked(&self, heard: &Heard) -> Asked {
+        Asked::new(&self.permit, heard.correlation_id.clone(), Utc::now() + PATIENCE)
+            .traced(heard.traceparent.clone())
+            // Sagas under way come before new requests: they are what frees capacity.
+            .urgently()
+    }
+
+    pub(super) async fn settle(&self, heard: &Heard) -> Effect {
+        match self.outbox.settle(&[heard.id]).await {
+            Ok(_) => Effect::Settled,
+            Err(error) => Effect::Later { why: error.to_string() },
+        }
+    }
+
+    /// Works on the events of `stream`, with every other member that does.
+    ///
+    /// # Errors
+    /// Where the consumer cannot be made or ends.
+    pub async fn consume(&self, bus: &Bus, stream: Stream) -> anyhow::Result<()> {
+        let context = jetstream::new(bus.client().clone());
+        let stream_of = context.get_stream(stream.name()).await.context("the stream is not there yet")?;
+        let name = format!("{}-reactions", stream.name().to_lowercase());
+        let config = pull::Config {
+            durable_name: Some(name.clone()),
+            ack_policy: AckPolicy::Explicit,
+            deliver_policy: DeliverPolicy::All,
+            ack_wait: Duration::from_secs(30),
+            // The outbox gives up on nothing; redelivery is only the quicker way.
+            max_deliver: 20,
+            max_ack_pending: 4096,
+            ..pull::Config::default()
+        };
+        let consumer: PullConsumer = stream_of.get_or_create_consumer(&name, config).await?;
+        let messages = consumer.stream().max_messages_per_batch(AT_ONCE).heartbeat(Duration::from_secs(5)).messages().await?;
+        let mut working = messages.map(|message| async move { self.one(message?).await }).buffer_unordered(AT_ONCE);
+        while let Some(done) = working.next().await {
+            done?;
+        }
+        anyhow::bail!("the consumer ended")
+    }
+
+    async fn one(&self, message: Message) -> anyhow::Result<()> {
+        let acknowledge = match heard_in(&message) {
+            // Not ours to understand: a newer member's event. Its outbox row keeps it safe.
+            None => AckKind::Term,
+            Some(heard) => match self.react(&heard).await {
+                Effect::Settled => AckKind::Ack,
+                Effect::Later { why } => {
+                    tracing::info!(event.id = %heard.id, why, "an event's effect has to wait");
+                    AckKind::Nak(Some(Duration::from_millis(250)))
+                }
+            },
+        };
+        // An acknowledgement that is lost costs a redelivery, which does nothing twice.
+        if let Err(error) = message.ack_with(acknowledge).await {
+            tracing::warn!(%error, "could not acknowledge an event");
+        }
+        Ok(())
+    }
+
+    /// Takes up rows of this member's shards whose effect is overdue.
+    ///
+    /// # Errors
+    /// Never; what fails is tried again at the next turn.
+    pub async fn poll(&self, bus: &Bus, host: &Host, relay: &mpsc::Sender<Vec<OutboxRow>>) -> anyhow::Result<()> {
+        let mut turn = tokio::time::interval(Duration::from_millis(250));
+        turn.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            turn.tick().await;
+            let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
+            let age = if bus.is_connected() { ORPHANED } else { ORPHANED_WITHOUT_BUS };
+            match self.reads.orphans(&shards, age, 64).await {
+                Ok(rows) => self.take_up(rows, bus.is_connected(), relay).await,
+                Err(error) => tracing::warn!(error = %error, "could not look for orphaned events"),
+            }
+        }
+    }
+
+    async fn take_up(&self, rows: Vec<OutboxRow>, connected: bool, relay: &mpsc::Sender<Vec<OutboxRow>>) {
+        let (silent, reacting): (Vec<_>, Vec<_>) =
+            rows.into_iter().partition(|row| row.event.reaction() == Reaction::Nothing);
+        if connected && !silent.is_empty() {
+            // Full: the next turn finds them again.
+            let _ = relay.try_send(silent);
+        }
+        let working = reacting.into_iter().map(|row| async move {
+            let heard = Heard {
+                id: row.id,
+                event: row.event,
+                correlation_id: row.correlation_id,
+                traceparent: row.traceparent,
+            };
+            if let Effect::Later { why } = self.react(&heard).await {
+                tracing::warn!(event.id = %heard.id, event.subject = heard.event.subject(), why, "an event's effect is overdue");
+            }
+        });
+        futures::stream::iter(working).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+    }
+}
+
+fn heard_in(message: &Message) -> Option<Heard> {
+    #[derive(serde::Deserialize)]
+    struct CloudEvent {
+        id: EventId,
+        correlationid: String,
+        data: Event,
+    }
+    let event: CloudEvent = match serde_json::from_slice(&message.payload) {
+        Ok(event) => event,
+        Err(error) => {
+            tracing::warn!(%error, subject = %message.subject, "a message is no event that is understood here");
+            return None;
+        }
+    };
+    let traceparent = message.headers.as_ref().and_then(|headers| headers.get("traceparent"));
+    Some(Heard {
+        id: event.id,
+        event: event.data,
+        correlation_id: event.correlationid,
+        traceparent: traceparent.map(|value| value.as_str().to_owned()),
+    })
+}

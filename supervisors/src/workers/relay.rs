@@ -1,0 +1,151 @@
+//! Publishes what was committed: outbox rows become CloudEvents on JetStream (specification, *Events*; CloudEvents 1.0, JSON format).
+//!
+//! The committer hands fresh rows over in the order of their commit; rows that got lost on the way are found by the poll
+//! (`workers::reactor`). JetStream acknowledges before it has synced, so that a row from which something follows stays in the outbox
+//! until its effect is committed; only the others go on the acknowledgement.
+
+use crate::cluster::bus::Bus;
+use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
+use async_nats::{HeaderMap, jetstream};
+use domain::event::{Reaction, Stream};
+use domain::{EventId, Shard};
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use persistence::{Outbox, OutboxRow};
+use serde_json::json;
+use std::time::Duration;
+use tokio::sync::{Mutex, mpsc};
+
+/// Acknowledgements that are waited for at once. The client blocks at 5,000.
+const WINDOW: usize = 1024;
+
+/// Events are for those who watch; what must happen stands in the outbox. A day is more than any consumer is behind.
+const KEPT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The relay of one process.
+pub struct Relay {
+    bus: Bus,
+    outbox: Outbox,
+    rows: Mutex<mpsc::Receiver<Vec<OutboxRow>>>,
+}
+
+impl Relay {
+    #[must_use]
+    pub fn new(bus: Bus, outbox: Outbox, rows: mpsc::Receiver<Vec<OutboxRow>>) -> Self {
+        Self { bus, outbox, rows: Mutex::new(rows) }
+    }
+
+    /// Publishes until the committer is gone.
+    ///
+    /// # Errors
+    /// Where the streams cannot be made.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut context = jetstream::new(self.bus.client().clone());
+        context.set_timeout(Duration::from_secs(5));
+        make_streams(&context).await?;
+        let mut rows = self.rows.lock().await;
+        let mut acknowledgements = FuturesUnordered::new();
+        let mut settled: Vec<EventId> = Vec::new();
+        loop {
+            tokio::select! {
+                biased;
+                Some(acknowledged) = acknowledgements.next() => {
+                    settled.extend(acknowledged);
+                    // What else has come in by now goes in the same statement.
+                    while let Some(Some(acknowledged)) = futures::FutureExt::now_or_never(acknowledgements.next()) {
+                        settled.extend(acknowledged);
+                    }
+                    self.settle(&mut settled).await;
+                }
+                batch = rows.recv(), if acknowledgements.len() < WINDOW => {
+                    let Some(batch) = batch else { return Ok(()) };
+                    for row in batch {
+                        acknowledgements.push(publish(context.clone(), row).await);
+                    }
+                }
+            }
+        }
+    }
+
+    async fn settle(&self, settled: &mut Vec<EventId>) {
+        match self.outbox.settle(settled).await {
+            Ok(_) => settled.clear(),
+            // They stay for the next time; publishing one again is harmless.
+            Err(error) => tracing::warn!(error = %error, "could not settle published events"),
+        }
+    }
+}
+
+/// Sends one row. What comes back waits for the acknowledgement, and names the row if it may go.
+async fn publish(
+    context: jetstream::Context,
+    row: OutboxRow,
+) -> futures::future::BoxFuture<'static, Option<EventId>> {
+    let may_go = row.event.reaction() == Reaction::Nothing;
+    let id = row.id;
+    let sent = context.publish_with_headers(row.event.subject(), headers(&row), cloud_event(&row).into()).await;
+    Box::pin(async move {
+        match sent {
+            Err(error) => {
+                tracing::warn!(%error, event.id = %id, "an event was not published; the poll finds it");
+                None
+            }
+            Ok(acknowledgement) => match acknowledgement.await {
+                Ok(_) => may_go.then_some(id),
+                Err(error) => {
+                    tracing::warn!(%error, event.id = %id, "an event was not acknowledged; the poll finds it");
+                    None
+                }
+            },
+        }
+    })
+}
+
+/// The headers that every message carries.
+#[must_use]
+pub fn headers(row: &OutboxRow) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert("Nats-Msg-Id", row.id.to_string());
+    headers.insert("x-correlation-id", row.correlation_id.as_str());
+    if let Some(traceparent) = &row.traceparent {
+        headers.insert("traceparent", traceparent.as_str());
+    }
+    headers
+}
+
+/// A row as a CloudEvent.
+#[must_use]
+pub fn cloud_event(row: &OutboxRow) -> String {
+    let Shard(shard) = row.shard;
+    json!({
+        "specversion": "1.0",
+        "id": row.id,
+        "source": format!("/gpuaas/shards/{shard}"),
+        "type": row.event.subject(),
+        "subject": row.event.about().to_string(),
+        "time": row.created_at,
+        "datacontenttype": "application/json",
+        "correlationid": row.correlation_id,
+        "epoch": row.epoch,
+        "sequence": format!("{:020}", row.seq),
+        "data": row.event,
+    })
+    .to_string()
+}
+
+async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
+    for stream in Stream::ALL {
+        let config = Config {
+            name: stream.name().to_owned(),
+            subjects: stream.subjects().iter().map(|subject| (*subject).to_owned()).collect(),
+            retention: RetentionPolicy::Limits,
+            storage: StorageType::File,
+            discard: DiscardPolicy::Old,
+            max_age: KEPT,
+            duplicate_window: Duration::from_secs(120),
+            ..Config::default()
+        };
+        context.get_or_create_stream(config).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,65 @@
+//! Time, chance and policy as this process knows them, and the adapter between the shell's store and Postgres.
+
+use actors::ports::{Store, StoreError, World};
+use arc_swap::ArcSwap;
+use chrono::{DurationRound, TimeDelta, Utc};
+use domain::commit::{Done, Snapshot};
+use domain::policy::PolicyBook;
+use domain::{Commit, CommandId, EntityRef, Outcome, Timestamp};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use persistence::{Committer, Reads};
+use std::sync::Arc;
+
+/// The clock, the dice, and the policy values as they were read last.
+#[derive(Default)]
+pub struct Here {
+    policy: ArcSwap<PolicyBook>,
+}
+
+impl Here {
+    /// Replaces the policy values.
+    pub fn learn(&self, book: PolicyBook) {
+        self.policy.store(Arc::new(book));
+    }
+}
+
+impl World for Here {
+    /// To the microsecond, as Postgres keeps it: what is decided and what is read back are equal.
+    fn now(&self) -> Timestamp {
+        let now = Utc::now();
+        now.duration_trunc(TimeDelta::microseconds(1)).unwrap_or(now)
+    }
+
+    fn seed(&self) -> u128 {
+        rand::random()
+    }
+
+    fn policy(&self) -> Arc<PolicyBook> {
+        self.policy.load_full()
+    }
+}
+
+/// Postgres, as the shell sees it.
+pub struct Durable {
+    pub committer: Committer,
+    pub reads: Reads,
+}
+
+impl Store for Durable {
+    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
+        async move { self.reads.snapshot(entity).await.map_err(unreadable) }.boxed()
+    }
+
+    fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
+        self.committer.commit(commit).boxed()
+    }
+
+    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
+        async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+    }
+}
+
+fn unreadable(error: persistence::StoreError) -> StoreError {
+    StoreError { reason: format!("{error}: {}", error.source) }
+}
