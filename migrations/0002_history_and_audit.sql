@@ -37,7 +37,6 @@ CREATE TABLE audit (
 -- the committer's counter and, later, the hash chain over it are for.
 CREATE UNIQUE INDEX audit_order ON audit (shard, epoch, seq, at);
 CREATE INDEX audit_by_time ON audit (at, shard, epoch, seq);
-CREATE INDEX audit_by_target ON audit (target_id, at);
 CREATE TABLE audit_default PARTITION OF audit DEFAULT;
 
 -- Makes the partitions of the running month (UTC) and of `ahead` more, where they are missing. A month whose rows already lie

@@ -271,17 +271,21 @@ async fn body(mut response: Response) -> Result<Vec<u8>, ApiError> {
 fn transport_error(error: reqwest::Error) -> ApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
-        // hyper wraps TLS errors into I/O errors, whose source skips the wrapped error itself.
-        let wrapped = inner.downcast_ref::<std::io::Error>().and_then(|io| io.get_ref());
-        let tls = inner
-            .downcast_ref::<rustls::Error>()
-            .or_else(|| wrapped.and_then(|wrapped| wrapped.downcast_ref::<rustls::Error>()));
-        if let Some(rustls::Error::InvalidCertificate(_)) = tls {
+        if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
             return ApiError::Untrusted(error);
         }
         cause = inner.source();
     }
     ApiError::Unreachable(error)
+}
+
+/// TLS errors come wrapped into I/O errors, more than once, and those skip what they wrap when asked for their source.
+fn tls_error<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
+    let mut error = error;
+    while let Some(wrapped) = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref) {
+        error = wrapped;
+    }
+    error.downcast_ref()
 }
 
 fn header(headers: &HeaderMap, name: &str) -> Option<String> {

@@ -214,9 +214,7 @@ impl IdentityStore {
             return SigningKey::from_pkcs8_pem(&text)
                 .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()));
         }
-        let mut seed = zeroizing_seed();
-        let key = SigningKey::from_bytes(&seed);
-        seed.fill(0);
+        let key = SigningKey::generate(&mut rand::rng());
         let pem = key
             .to_pkcs8_pem(LineEnding::LF)
             .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()))?;
@@ -331,10 +329,6 @@ fn joined(certificate: &str, chain: &str) -> String {
         text.push('\n');
     }
     text
-}
-
-fn zeroizing_seed() -> [u8; 32] {
-    rand::random()
 }
 
 #[cfg(test)]

@@ -38,12 +38,16 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(config: Config) -> Result<(), Fatal> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Fatal::Runtime)?;
+fn not_set_up(error: std::io::Error) -> Box<Fatal> {
+    Box::new(Fatal::Runtime(error))
+}
+
+fn run(config: Config) -> Result<(), Box<Fatal>> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(not_set_up)?;
     let ended = runtime.block_on(async {
         let stop = CancellationToken::new();
-        let mut terminate = signal(SignalKind::terminate()).map_err(Fatal::Runtime)?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(Fatal::Runtime)?;
+        let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(not_set_up)?;
         let asked = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -60,7 +64,7 @@ fn run(config: Config) -> Result<(), Fatal> {
             state_dir = %config.state_dir.display(),
             "starting"
         );
-        agent::agent::run(config, stop).await
+        agent::agent::run(config, stop).await.map_err(Box::new)
     });
     // An effect that is still under way goes on from the journal at the next start.
     runtime.shutdown_background();

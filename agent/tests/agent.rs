@@ -288,7 +288,9 @@ async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
 
     let bundle = fake.bundle(folder.path());
     fake.signer = third;
-    let _agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    // By then the killed agent's poll, which could take the task along, is gone too.
+    agent.says("polling").await;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;

@@ -157,3 +157,9 @@ pub struct Readiness {
     /// Each check by name; `ok`, or what is wrong.
     pub checks: BTreeMap<String, String>,
 }
+
+impl From<persistence::StoreError> for RuntimeError {
+    fn from(error: persistence::StoreError) -> Self {
+        Self(error.to_string())
+    }
+}

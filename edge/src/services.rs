@@ -30,6 +30,8 @@ pub struct Parts {
     pub connections: Connections,
     pub trust: Trust,
     pub addresses: Addresses,
+    /// Cancelled when this process ends: what waits long answers then.
+    pub stopping: tokio_util::sync::CancellationToken,
 }
 
 /// The keys that this process issues and signs with.
@@ -40,7 +42,7 @@ pub struct Trust {
     pub task_signer: SigningKey,
     pub task_key_id: String,
     /// The verifier set in force, version 0 unless keys were rotated.
-    pub verifier_set: wire::enroll::VerifierSet,
+    pub verifier_set: wire::VerifierSet,
     /// As they stand in a bundle: the configured first keys, else the active one.
     pub bootstrap_verifier_keys: Vec<String>,
     /// By what agents trust the API's certificate, PEM.

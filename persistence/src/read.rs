@@ -6,10 +6,12 @@ mod audit;
 mod entity;
 mod policy;
 mod shard;
+mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, StateCount};
 pub use shard::{Due, Overdue};
+pub use waiting::{Waiting, WaitingFilter};
 
 use sqlx::PgPool;
 

@@ -58,7 +58,7 @@ pub struct DevArgs {
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub gpus: u8,
     /// Where data, logs and `env` go; what an earlier run left there is removed
-    #[arg(long, default_value = ".dev")]
+    #[arg(long, default_value = ".dev", overrides_with = "dir")]
     pub dir: PathBuf,
 }
 

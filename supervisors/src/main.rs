@@ -1,1 +1,61 @@
-fn main() {}
+//! `gpuaas`: the control plane. One binary holds every role.
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use supervisors::dev::{self, DevArgs};
+use supervisors::tree_command::{self, TreeArgs};
+use supervisors::{config, logging, serve};
+
+/// Gives memory back after a burst.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// The control plane that rents out GPU nodes.
+#[derive(Debug, Parser)]
+#[command(version, arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Runs the control plane; set up by SVC_* variables.
+    Serve {
+        /// all, or any of api, node-api, entities, provisioning, outbox-relay.
+        #[arg(long, env = "SVC_ROLES", default_value = "all")]
+        roles: String,
+    },
+    /// Starts a whole environment on this machine and runs the main job in it.
+    Dev(DevArgs),
+    /// Shows the supervision tree of the running cluster.
+    Tree(TreeArgs),
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    // There is one provider in the whole graph; a second call could only be a mistake of ours.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    match run(Arguments::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(arguments: Arguments) -> anyhow::Result<()> {
+    match arguments.command {
+        Command::Serve { roles } => {
+            logging::start()?;
+            logging::short_panics();
+            let mut config = config::Config::from_environment()?;
+            config.roles = config::parse_roles(&roles)?;
+            serve::serve(config).await
+        }
+        Command::Dev(args) => dev::run(args).await,
+        Command::Tree(args) => tree_command::run(args).await,
+    }
+}

@@ -307,3 +307,110 @@ pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+mod tests {
+    use super::*;
+    use crate::config::Role;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    const PATIENT: Restart = Restart {
+        pause: Duration::from_millis(1),
+        longest: Duration::from_millis(4),
+        intensity: 3,
+        window: Duration::from_secs(60),
+    };
+
+    fn row(name: &'static str, under: &'static str) -> Row {
+        Row { name, under, roles: &Role::ALL, restart: PATIENT, what: "a test's worker" }
+    }
+
+    fn counting(runs: &Arc<AtomicUsize>, end: fn() -> anyhow::Result<()>) -> Work {
+        let runs = Arc::clone(runs);
+        Arc::new(move || {
+            runs.fetch_add(1, Ordering::SeqCst);
+            async move { end() }.boxed()
+        })
+    }
+
+    fn endless() -> Work {
+        Arc::new(|| std::future::pending().boxed())
+    }
+
+    async fn until(supervisor: &Supervisor, name: &str, state: &str) -> WorkerRow {
+        for _ in 0..2000 {
+            let found = supervisor.rows().into_iter().find(|row| row.name == name).unwrap();
+            if found.state == state {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        panic!("{name} is not {state}: {:?}", supervisor.rows());
+    }
+
+    #[tokio::test]
+    async fn what_keeps_ending_is_parked_with_its_error_and_its_sibling_lives_on() {
+        let supervisor = Supervisor::start().await.unwrap();
+        let runs = Arc::default();
+        supervisor.add(row("sound", "root"), endless());
+        supervisor.add(row("broken", "root"), counting(&runs, || anyhow::bail!("out of paper")));
+        let parked = until(&supervisor, "broken", "parked").await;
+        assert_eq!(parked.last_error.as_deref(), Some("out of paper"));
+        assert_eq!(runs.load(Ordering::SeqCst), 3);
+        until(&supervisor, "sound", "running").await;
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_a_failure_like_any_other() {
+        let supervisor = Supervisor::start().await.unwrap();
+        supervisor.add(row("frail", "root"), counting(&Arc::default(), || panic!("cannot go on")));
+        let parked = until(&supervisor, "frail", "parked").await;
+        assert!(parked.last_error.unwrap().contains("cannot go on"));
+    }
+
+    #[tokio::test]
+    async fn an_operator_starts_a_parked_worker_again() {
+        let supervisor = Supervisor::start().await.unwrap();
+        let runs = Arc::default();
+        supervisor.add(row("broken", "root"), counting(&runs, || anyhow::bail!("still")));
+        until(&supervisor, "broken", "parked").await;
+        assert!(supervisor.restart("broken"));
+        until(&supervisor, "broken", "parked").await;
+        assert!(runs.load(Ordering::SeqCst) > 3);
+        assert!(!supervisor.restart("nobody"));
+    }
+
+    #[tokio::test]
+    async fn stopping_a_group_stops_what_hangs_below_it_and_drops_its_work() {
+        struct Held(Arc<AtomicUsize>);
+        impl Drop for Held {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        let supervisor = Supervisor::start().await.unwrap();
+        let held = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&held);
+        supervisor.group(row("group", "root"));
+        supervisor.add(
+            row("child", "group"),
+            Arc::new(move || {
+                counter.fetch_add(1, Ordering::SeqCst);
+                let held = Held(Arc::clone(&counter));
+                async move {
+                    let _held = held;
+                    std::future::pending().await
+                }
+                .boxed()
+            }),
+        );
+        until(&supervisor, "child", "running").await;
+        while held.load(Ordering::SeqCst) == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        supervisor.stop("group").await;
+        until(&supervisor, "child", "stopped").await;
+        assert_eq!(held.load(Ordering::SeqCst), 0);
+    }
+}

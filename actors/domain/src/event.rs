@@ -196,3 +196,147 @@ impl Event {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::machine::Command as _;
+    use std::collections::BTreeSet;
+    use std::fmt::Write as _;
+    use uuid::Uuid;
+
+    /// One of each variant, the options filled.
+    fn every_event() -> Vec<Event> {
+        let allocation_id = AllocationId(Uuid::from_u128(1));
+        let node_id = NodeId(Uuid::from_u128(2));
+        let deadline_at = Timestamp::UNIX_EPOCH;
+        let text = || "x".to_owned();
+        let placed = Placed {
+            devices: vec![Device { index: 0, uuid: text() }],
+            host: text(),
+            port: 22,
+            user_name: text(),
+            region_code: text(),
+        };
+        vec![
+            Event::AllocationRequested { allocation_id },
+            Event::ProvisioningStarted { allocation_id, node_id, deadline_at },
+            Event::AllocationActive { allocation_id, node_id },
+            Event::ProvisioningFailed { allocation_id, node_id: Some(node_id), reason: text() },
+            Event::ReservationUnwanted { allocation_id, node_id },
+            Event::ReleaseRequested { allocation_id, node_id, attempt: 1, deadline_at },
+            Event::ReleaseFailed { allocation_id, node_id, attempt: 1, reason: text() },
+            Event::ReleaseExhausted { allocation_id, node_id, attempt: 1 },
+            Event::ReleaseForced { allocation_id, node_id },
+            Event::AllocationReleased { allocation_id, user_id: text(), node_id: Some(node_id), reason: text() },
+            Event::NodeStateChanged { node_id, from: Some(text()), to: text(), reason: text() },
+            Event::DevicesReserved { node_id, allocation_id, placed },
+            Event::TenantReady { node_id, allocation_id },
+            Event::TenantFailed { node_id, allocation_id, reason: text(), detail: text() },
+            Event::TenantGone { node_id, allocation_id, attempt: 1 },
+            Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text(), detail: text() },
+            Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
+        ]
+    }
+
+    /// The place of each variant in [`every_event`]: what is added here must be added there.
+    const fn place(event: &Event) -> usize {
+        match event {
+            Event::AllocationRequested { .. } => 0,
+            Event::ProvisioningStarted { .. } => 1,
+            Event::AllocationActive { .. } => 2,
+            Event::ProvisioningFailed { .. } => 3,
+            Event::ReservationUnwanted { .. } => 4,
+            Event::ReleaseRequested { .. } => 5,
+            Event::ReleaseFailed { .. } => 6,
+            Event::ReleaseExhausted { .. } => 7,
+            Event::ReleaseForced { .. } => 8,
+            Event::AllocationReleased { .. } => 9,
+            Event::NodeStateChanged { .. } => 10,
+            Event::DevicesReserved { .. } => 11,
+            Event::TenantReady { .. } => 12,
+            Event::TenantFailed { .. } => 13,
+            Event::TenantGone { .. } => 14,
+            Event::TenantRemains { .. } => 15,
+            Event::SkuStateChanged { .. } => 16,
+        }
+    }
+
+    fn keys_of(value: &serde_json::Value, keys: &mut BTreeSet<String>) {
+        match value {
+            serde_json::Value::Object(fields) => {
+                for (key, value) in fields {
+                    keys.insert(key.clone());
+                    keys_of(value, keys);
+                }
+            }
+            serde_json::Value::Array(items) => items.iter().for_each(|item| keys_of(item, keys)),
+            serde_json::Value::Null
+            | serde_json::Value::Bool(_)
+            | serde_json::Value::Number(_)
+            | serde_json::Value::String(_) => {}
+        }
+    }
+
+    #[test]
+    fn the_event_table_is_as_reviewed() {
+        let mut table = String::new();
+        for event in every_event() {
+            let json = serde_json::to_value(&event).unwrap();
+            let follows = match event.reaction() {
+                Reaction::Nothing => "nothing".to_owned(),
+                Reaction::Place(_) => "place".to_owned(),
+                Reaction::Node(_, command) => format!("node {}", command.name()),
+                Reaction::Allocation(_, command) => format!("allocation {}", command.name()),
+                Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
+            };
+            let fact = json["fact"].as_str().unwrap();
+            let (subject, stream) = event.row();
+            writeln!(table, "{fact}: {subject} in {}, about {} -> {follows}", stream.name(), event.about().kind)
+                .unwrap();
+        }
+        insta::assert_snapshot!(table);
+    }
+
+    #[test]
+    fn every_variant_is_in_the_table_and_has_its_own_subject() {
+        let events = every_event();
+        let places: Vec<_> = events.iter().map(place).collect();
+        assert_eq!(places, (0..events.len()).collect::<Vec<_>>());
+        let subjects: BTreeSet<_> = events.iter().map(Event::subject).collect();
+        assert_eq!(subjects.len(), events.len());
+    }
+
+    #[test]
+    fn every_subject_is_kept_by_its_own_stream_alone() {
+        let keeps = |stream: &Stream, subject: &str| {
+            stream.subjects().iter().any(|pattern| subject.starts_with(pattern.trim_end_matches('>')))
+        };
+        for event in every_event() {
+            let kept: Vec<_> = Stream::ALL.into_iter().filter(|stream| keeps(stream, event.subject())).collect();
+            assert_eq!(kept, [event.row().1], "{}", event.subject());
+        }
+    }
+
+    #[test]
+    fn no_event_has_a_field_that_could_hold_a_secret() {
+        for event in every_event() {
+            let mut keys = BTreeSet::new();
+            keys_of(&serde_json::to_value(&event).unwrap(), &mut keys);
+            for key in keys {
+                let lower = key.to_lowercase();
+                let suspect = ["secret", "token", "key", "password"].into_iter().find(|word| lower.contains(word));
+                assert_eq!(suspect, None, "{} says {key}", event.subject());
+            }
+        }
+    }
+
+    #[test]
+    fn an_event_decodes_to_itself() {
+        for event in every_event() {
+            let kept = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&kept).unwrap(), event);
+        }
+    }
+}

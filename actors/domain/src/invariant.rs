@@ -100,3 +100,26 @@ pub const fn node_is_transient(node: &Node) -> bool {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i1_finds_a_loss_and_a_version_that_was_given_twice() {
+        assert!(i1_nothing_acknowledged_is_lost(&[], 0));
+        assert!(i1_nothing_acknowledged_is_lost(&[1, 2, 3], 3));
+        assert!(i1_nothing_acknowledged_is_lost(&[1, 3], 4), "what was not acknowledged may be there");
+        assert!(!i1_nothing_acknowledged_is_lost(&[1, 2, 3], 2));
+        assert!(!i1_nothing_acknowledged_is_lost(&[1, 2, 2], 3));
+    }
+
+    #[test]
+    fn i4_and_i5_find_what_happened_twice() {
+        assert!(i4_a_token_is_consumed_once(&BTreeMap::from([("a", 1), ("b", 0)])));
+        assert!(!i4_a_token_is_consumed_once(&BTreeMap::from([("a", 2)])));
+        assert!(i5_a_task_takes_effect_once(&BTreeMap::from([(("a", 1), 1), (("a", 2), 1)])));
+        assert!(!i5_a_task_takes_effect_once(&BTreeMap::from([(("a", 1), 2)])));
+    }
+}

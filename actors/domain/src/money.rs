@@ -54,3 +54,37 @@ pub enum InvalidPrice {
     #[error("amount_minor_per_gpu_hour must be between 0 and {HIGHEST_PRICE_MINOR}")]
     Amount,
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_currency_is_three_upper_case_letters() {
+        assert_eq!(Currency::parse("EUR").unwrap().as_str(), "EUR");
+        for wrong in ["", "EU", "EURO", "eur", "E R", "EU1", "ÄÖÜ", "€"] {
+            assert_eq!(Currency::parse(wrong), Err(InvalidPrice::Currency), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_price_is_neither_negative_nor_a_typing_error() {
+        for amount in [0, 1, HIGHEST_PRICE_MINOR] {
+            assert_eq!(Price::new("EUR", amount).unwrap().amount_minor_per_gpu_hour, amount);
+        }
+        for amount in [-1, HIGHEST_PRICE_MINOR + 1, i64::MIN, i64::MAX] {
+            assert_eq!(Price::new("EUR", amount), Err(InvalidPrice::Amount));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_price_decodes_to_itself(code in "[A-Z]{3}", amount in 0..=HIGHEST_PRICE_MINOR) {
+            let price = Price::new(&code, amount).unwrap();
+            let kept = serde_json::to_string(&price).unwrap();
+            prop_assert_eq!(serde_json::from_str::<Price>(&kept).unwrap(), price);
+        }
+    }
+}

@@ -143,6 +143,12 @@ impl Life {
         }
     }
 
+    /// True where the node has no identity yet: there is nothing of it that could be out of order.
+    #[must_use]
+    pub const fn is_unborn(&self) -> bool {
+        matches!(self, Self::Registered | Self::BootstrapIssued { .. })
+    }
+
     /// True where nothing of the node's identity holds any more.
     #[must_use]
     pub const fn is_gone(&self) -> bool {

@@ -236,3 +236,108 @@ impl Sku {
         Audit::new(action, EntityRef { kind: Kind::Sku, id: self.id.0 }, metadata)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::authz::Principal;
+    use crate::policy::PolicyBook;
+    use std::fmt::Write as _;
+    use uuid::Uuid;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_timestamp(second, 0).unwrap()
+    }
+
+    fn decide(state: Option<&Sku>, command: Command, now: i64) -> Result<Step<Sku>, Rejection> {
+        let (policy, by) = (PolicyBook::default(), Principal::system("test"));
+        let id = Uuid::from_u128(1);
+        Sku::decide(
+            state,
+            command,
+            &Ctx { now: at(now), policy: &policy, by: &by, correlation_id: "c", seed: 7, id, version: 1 },
+        )
+    }
+
+    fn create() -> Command {
+        let spec = Spec {
+            name: "h100x4".into(),
+            gpu_vendor: "nvidia".into(),
+            gpu_model: "H100".into(),
+            gpu_memory_mib: 80_000,
+            gpu_count: 4,
+            cpu_model: "x".into(),
+            cpu_cores: 64,
+            memory_mib: 512_000,
+            storage_gib: 4_000,
+            interconnect: None,
+            allowed_regions: vec!["eu".into()],
+        };
+        Command::Create { spec: Box::new(spec), price: Price::new("EUR", 100).unwrap() }
+    }
+
+    fn sku(status: Status) -> Sku {
+        Sku { status, ..decide(None, create(), 0).unwrap().next.unwrap() }
+    }
+
+    fn dearer() -> Command {
+        Command::Revise { price: Some(Price::new("EUR", 200).unwrap()), allowed_regions: None }
+    }
+
+    #[test]
+    fn every_command_in_every_status_does_what_was_reviewed() {
+        let reason = || "r".to_owned();
+        let mut table = String::new();
+        for status in [Status::Draft, Status::Active, Status::Deprecated, Status::Inactive] {
+            let commands = [
+                create(),
+                dearer(),
+                Command::Activate { reason: reason() },
+                Command::Deactivate { reason: reason() },
+                Command::Tick,
+            ];
+            for command in commands {
+                let name = command.name();
+                let outcome = match decide(Some(&sku(status)), command, 1) {
+                    Err(rejection) => format!("refused: {rejection}"),
+                    Ok(Step { next: None, .. }) => "stays".to_owned(),
+                    Ok(Step { next: Some(next), events, audit, .. }) => {
+                        let kept = serde_json::to_string(&next).unwrap();
+                        assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
+                        let said: Vec<_> = events.iter().map(Event::subject).collect();
+                        format!("-> {} | {} | audit {}", next.state(), said.join(", "), audit[0].action)
+                    }
+                };
+                writeln!(table, "{} {name}: {outcome}", status.name()).unwrap();
+            }
+        }
+        insta::assert_snapshot!(table);
+    }
+
+    #[test]
+    fn what_does_not_exist_can_only_be_created() {
+        assert_eq!(decide(None, dearer(), 0).err(), Some(Rejection::NotFound));
+        assert_eq!(decide(None, Command::Tick, 0).err(), Some(Rejection::NotFound));
+        let created = decide(None, create(), 0).unwrap().next.unwrap();
+        assert_eq!((created.state(), created.keys().unique_name.as_deref()), ("draft", Some("h100x4")));
+    }
+
+    #[test]
+    fn a_new_price_is_a_new_version_and_the_same_price_is_none() {
+        let revised = decide(Some(&sku(Status::Active)), dearer(), 5).unwrap().next.unwrap();
+        let versions: Vec<_> =
+            revised.prices.iter().map(|version| (version.price.amount_minor_per_gpu_hour, version.from)).collect();
+        assert_eq!(versions, [(100, at(0)), (200, at(5))]);
+        let again = decide(Some(&revised), dearer(), 9).unwrap().next.unwrap();
+        assert_eq!(again.prices, revised.prices);
+    }
+
+    #[test]
+    fn every_approval_is_kept_with_who_gave_it() {
+        let active =
+            decide(Some(&sku(Status::Draft)), Command::Activate { reason: "r".into() }, 3).unwrap().next.unwrap();
+        let approval = active.approvals.last().unwrap();
+        assert_eq!((approval.actor.as_str(), approval.at), ("system:test", at(3)));
+    }
+}

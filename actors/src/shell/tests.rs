@@ -1,0 +1,503 @@
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use super::*;
+use crate::ask::CommandKey;
+use crate::testing::{Books, Count, Counter, Refusal, asked, key, panics_are_short, term, user, worker};
+use domain::authz::{Role, authorize};
+use domain::{Kind, NodeId, Shard};
+use domain::{allocation::Allocation, node::Node};
+
+const COUNTER: Uuid = Uuid::from_u128(7);
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_timestamp(second, 0).unwrap()
+}
+
+/// A shell and the instant at which it is driven.
+struct Bench<M: Machine> {
+    shell: Shell<M>,
+    now: Timestamp,
+    policy: PolicyBook,
+}
+
+impl<M: Machine> Bench<M> {
+    fn starting() -> Self {
+        panics_are_short();
+        let (shell, load) = Shell::start(COUNTER, term(Shard(3), 9));
+        assert!(matches!(load, Output::Load));
+        Self { shell, now: at(100), policy: PolicyBook::default() }
+    }
+
+    /// What comes out, each as one line.
+    fn on(&mut self, input: Input<M>) -> Vec<String> {
+        self.raw(input).iter().map(line::<M>).collect()
+    }
+
+    fn raw(&mut self, input: Input<M>) -> Vec<Output<M>> {
+        self.shell.on(input, Now { at: self.now, seed: 42, policy: &self.policy })
+    }
+
+    fn ask(&mut self, token: u64, command: M::Command) -> Vec<String> {
+        self.on(Input::Ask(Ask { token, command, asked: asked(at(200)) }))
+    }
+
+    fn ask_once(&mut self, token: u64, command: M::Command, key: CommandKey) -> Vec<String> {
+        self.on(Input::Ask(Ask { token, command, asked: asked(at(200)).once(key) }))
+    }
+}
+
+impl Bench<Counter> {
+    /// Loaded, with two tickets counted, at version 5.
+    fn ready() -> Self {
+        let mut bench = Self::starting();
+        assert_eq!(bench.on(loaded(5, &[1, 2])), NOTHING);
+        bench
+    }
+}
+
+const NOTHING: [&str; 0] = [];
+
+fn line<M: Machine>(output: &Output<M>) -> String {
+    match output {
+        Output::Load => "load".to_owned(),
+        Output::Commit(commit) => format!("commit {} from {}", commit.command_name, commit.expected_version),
+        Output::LookUp(_) => "look up".to_owned(),
+        Output::Reply(token, Ok(Answered { reply, replayed, written, version })) => {
+            let how = match (replayed, written) {
+                (false, true) => "written",
+                (false, false) => "unchanged",
+                (true, false) => "replayed",
+                (true, true) => "impossible",
+            };
+            format!("{token}: {reply:?} {how} at {version}")
+        }
+        Output::Reply(token, Err(error)) => format!("{token}: {error}"),
+        Output::Perform(effect) => match effect {
+            Effect::WakeNode(NodeId(id)) => format!("wake {}", id.as_u128()),
+            Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
+        },
+        Output::Sleep => "sleep".to_owned(),
+        Output::Die(reason) => format!("die: {reason}"),
+        Output::Park(reason) => format!("park: {reason}"),
+    }
+}
+
+fn loaded(version: i64, tickets: &[u64]) -> Input<Counter> {
+    let counter = Counter { tickets: tickets.to_vec(), ..Counter::default() };
+    Input::Loaded(Ok(Some(Snapshot { version, body: serde_json::to_string(&counter).unwrap() })))
+}
+
+fn done(key: &CommandKey, reply: Option<&str>) -> Done {
+    Done { entity: COUNTER, digest: key.digest, reply: reply.map(str::to_owned) }
+}
+
+fn unreachable() -> StoreError {
+    StoreError { reason: "unreachable".to_owned() }
+}
+
+#[test]
+fn a_command_waits_for_the_snapshot_is_committed_and_only_then_answered() {
+    let mut bench = Bench::starting();
+    assert_eq!(bench.ask(1, Count::Add(3)), NOTHING);
+    assert_eq!(bench.on(loaded(5, &[1, 2])), ["commit add from 5"]);
+    assert_eq!(bench.shell.version(), 5);
+    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 3 written at 6", "wake 3"]);
+    assert_eq!(bench.shell.version(), 6);
+    assert_eq!(bench.shell.state().unwrap().tickets, [1, 2, 3]);
+}
+
+#[test]
+fn what_was_never_created_is_decided_from_nothing() {
+    let mut bench = Bench::<Counter>::starting();
+    assert_eq!(bench.on(Input::Loaded(Ok(None))), NOTHING);
+    assert_eq!(bench.ask(1, Count::Add(1)), ["commit add from 0"]);
+    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 1 written at 1", "wake 1"]);
+}
+
+#[test]
+fn a_command_that_changes_nothing_is_answered_without_a_commit() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Read), ["1: 2 unchanged at 5"]);
+}
+
+#[test]
+fn commands_are_answered_in_the_order_in_which_they_came() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Read), NOTHING);
+    assert_eq!(bench.ask(3, Count::Add(4)), NOTHING);
+    assert_eq!(bench.ask(4, Count::Read), NOTHING);
+    let applied = bench.on(Input::Committed(Outcome::Applied));
+    assert_eq!(applied, ["1: 3 written at 6", "wake 3", "2: 3 unchanged at 6", "commit add from 6"]);
+    let applied = bench.on(Input::Committed(Outcome::Applied));
+    assert_eq!(applied, ["3: 4 written at 7", "wake 4", "4: 4 unchanged at 7"]);
+}
+
+#[test]
+fn a_commit_carries_everything_that_is_written_with_it() {
+    let mut bench = Bench::ready();
+    let by = worker();
+    let asked = Asked { traceparent: Some("00-trace".to_owned()), ..asked(at(200)) };
+    let event = EventId(Uuid::from_u128(77));
+    let ask = Ask { token: 1, command: Count::Add(3), asked: asked.once(CommandKey::of_event(event)) };
+    let outputs = bench.raw(Input::Ask(ask));
+    let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
+    assert_eq!(commit.entity, EntityRef { kind: Kind::Sku, id: COUNTER });
+    assert_eq!((commit.shard, commit.epoch.0, commit.expected_version), (Shard(3), 9, 5));
+    assert_eq!((commit.from_state, commit.to_state), (Some("counting"), "counting"));
+    assert_eq!((commit.at, commit.why.as_str()), (at(100), "counted"));
+    assert_eq!((commit.actor.clone(), commit.correlation_id.as_str()), (by.to_string(), "correlation"));
+    assert_eq!(commit.traceparent.as_deref(), Some("00-trace"));
+    let command = commit.command.as_ref().unwrap();
+    assert_eq!((command.id.0, command.consumes, &command.reply), (event.0, Some(event), &None));
+    assert_eq!(commit.outbox.len(), 1);
+    assert_eq!(commit.outbox[0].0.0.get_version_num(), 7);
+    let next: Counter = serde_json::from_str(&commit.snapshot).unwrap();
+    assert_eq!(next.tickets, [1, 2, 3]);
+}
+
+#[test]
+fn a_reply_is_kept_for_one_who_may_ask_again() {
+    let mut bench = Bench::ready();
+    let ask = Ask { token: 1, command: Count::Add(3), asked: asked(at(200)).once(key("k")) };
+    let outputs = bench.raw(Input::Ask(ask));
+    let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
+    assert_eq!(commit.command.as_ref().unwrap().reply.as_deref(), Some("3"));
+}
+
+#[test]
+fn the_deadline_index_says_when_to_wake_and_what_is_waited_for() {
+    let mut bench = Bench::ready();
+    let ask = Ask { token: 1, command: Count::Wait(at(500)), asked: asked(at(200)) };
+    let outputs = bench.raw(Input::Ask(ask));
+    let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
+    let reason = "nobody has counted".to_owned();
+    assert_eq!(commit.timer, Some(Timer { wake_at: at(500), deadline_at: Some(at(500)), reason }));
+}
+
+#[test]
+fn a_conflict_loads_again_and_decides_the_same_command_again_before_those_behind_it() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Read), NOTHING);
+    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(loaded(6, &[1, 2, 9])), ["commit add from 6"]);
+    let applied = bench.on(Input::Committed(Outcome::Applied));
+    assert_eq!(applied, ["1: 4 written at 7", "wake 3", "2: 4 unchanged at 7"]);
+}
+
+#[test]
+fn a_command_that_comes_while_the_entity_is_loaded_again_waits_for_it() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.ask(2, Count::Read), NOTHING);
+    assert_eq!(bench.on(loaded(6, &[9])), ["commit add from 6"]);
+    assert_eq!(bench.on(Input::Committed(Outcome::Applied)).len(), 3);
+}
+
+#[test]
+fn after_three_reloads_a_command_is_given_back_and_the_next_starts_with_none() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Add(4)), NOTHING);
+    for version in 6..9 {
+        assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+        assert_eq!(bench.on(loaded(version, &[])), [format!("commit add from {version}")]);
+    }
+    let given_back = bench.on(Input::Committed(Outcome::Conflict));
+    assert_eq!(
+        given_back,
+        ["1: unavailable: the entity keeps changing under the command", "commit add from 8"],
+        "the second command meets the state as it was loaded last"
+    );
+    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(loaded(9, &[])), ["commit add from 9"]);
+    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["2: 1 written at 10", "wake 4"]);
+}
+
+#[test]
+fn a_duplicate_gets_the_first_reply_and_performs_nothing() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
+    let duplicate = Outcome::Duplicate(done(&key("k"), Some("2")));
+    assert_eq!(bench.on(Input::Committed(duplicate)), ["1: 2 replayed at 5"]);
+    assert_eq!(bench.shell.version(), 5);
+    assert_eq!(bench.ask(2, Count::Read), ["2: 2 unchanged at 5"]);
+}
+
+#[test]
+fn another_request_under_a_used_command_id_is_refused() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
+    let other = Done { digest: [9; 32], ..done(&key("k"), Some("2")) };
+    let reused = bench.on(Input::Committed(Outcome::Duplicate(other)));
+    assert_eq!(reused, ["1: the command id was used for another request"]);
+}
+
+#[test]
+fn a_duplicate_whose_reply_nobody_kept_is_said_to_be_done() {
+    let mut bench = Bench::ready();
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)));
+    assert_eq!(bench.ask_once(1, Count::Add(3), event.clone()), ["commit add from 5"]);
+    let duplicate = Outcome::Duplicate(done(&event, None));
+    assert_eq!(bench.on(Input::Committed(duplicate)), ["1: the command was carried out before"]);
+}
+
+#[test]
+fn a_kept_reply_that_cannot_be_read_is_said_to_be_broken() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
+    let answers = bench.raw(Input::Committed(Outcome::Duplicate(done(&key("k"), Some("{")))));
+    assert!(matches!(answers.as_slice(), [Output::Reply(1, Err(AskError::Broken { .. }))]), "{answers:?}");
+}
+
+#[test]
+fn what_the_store_refuses_is_answered_and_the_entity_lives_on() {
+    let refusals = [
+        (Outcome::Refused { constraint: "unique_name".into() }, "1: the database refused: unique_name"),
+        (Outcome::NotApplied { reason: "full".into() }, "1: unavailable: full"),
+    ];
+    for (outcome, answer) in refusals {
+        let mut bench = Bench::ready();
+        assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+        assert_eq!(bench.ask(2, Count::Read), NOTHING);
+        assert_eq!(bench.on(Input::Committed(outcome)), [answer, "2: 2 unchanged at 5"]);
+    }
+}
+
+#[test]
+fn a_fenced_shell_goes_to_sleep_and_sends_everybody_to_the_owner() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Read), NOTHING);
+    assert_eq!(bench.on(Input::Committed(Outcome::Fenced)), ["1: not the owner", "2: not the owner", "sleep"]);
+    assert_eq!(bench.ask(3, Count::Read), ["3: not the owner"]);
+}
+
+#[test]
+fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Read), NOTHING);
+    let died = bench.on(Input::Committed(Outcome::Unknown { reason: "broke".into() }));
+    assert_eq!(
+        died,
+        [
+            "1: the outcome is unknown: broke",
+            "2: unavailable: the entity is being loaded anew",
+            "die: a commit's outcome is unknown: broke"
+        ]
+    );
+    assert_eq!(bench.ask(3, Count::Read), ["3: not the owner"]);
+}
+
+#[test]
+fn a_rejection_is_an_answer() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::AddOnce(2)), ["1: ticket 2 was counted"]);
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)));
+    assert_eq!(bench.ask_once(2, Count::AddOnce(2), event), ["2: ticket 2 was counted"]);
+    assert_eq!(bench.ask(3, Count::Read), ["3: 2 unchanged at 5"]);
+}
+
+#[test]
+fn a_rejected_repetition_gets_its_first_reply() {
+    let cases = [
+        (Ok(Some(done(&key("k"), Some("2")))), "1: 2 replayed at 5"),
+        (Ok(Some(Done { digest: [9; 32], ..done(&key("k"), None) })), "1: the command id was used for another request"),
+        (Ok(None), "1: ticket 2 was counted"),
+        (Err(unreachable()), "1: unavailable: the store cannot be read: unreachable"),
+    ];
+    for (found, answer) in cases {
+        let mut bench = Bench::ready();
+        assert_eq!(bench.ask_once(1, Count::AddOnce(2), key("k")), ["look up"]);
+        assert_eq!(bench.ask(2, Count::Read), NOTHING);
+        assert_eq!(bench.on(Input::Sleep), NOTHING);
+        assert_eq!(bench.on(Input::Looked(found)), [answer, "2: 2 unchanged at 5"]);
+    }
+}
+
+#[test]
+fn a_command_that_waited_longer_than_its_asker_is_not_carried_out() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.ask(2, Count::Add(4)), NOTHING);
+    assert_eq!(bench.ask(3, Count::Read), NOTHING);
+    bench.now = at(200);
+    bench.shell.waiting[0].asked.deadline = at(199);
+    let applied = bench.on(Input::Committed(Outcome::Applied));
+    let too_late = "2: unavailable: the command waited longer than its asker";
+    assert_eq!(applied, ["1: 3 written at 6", "wake 3", too_late, "3: 3 unchanged at 6"]);
+}
+
+#[test]
+fn whoever_asks_is_checked_where_it_is_decided() {
+    let mut bench = Bench::ready();
+    let strangers = [user("ann", &[Role::Admin]), Principal::Node(NodeId(COUNTER))];
+    for by in strangers {
+        let asked = Asked { by, ..asked(at(200)) };
+        assert_eq!(bench.on(Input::Ask(Ask { token: 1, command: Count::Add(3), asked })), ["1: not allowed"]);
+    }
+}
+
+#[test]
+fn a_snapshot_that_cannot_be_read_parks_the_entity() {
+    let mut bench = Bench::<Counter>::starting();
+    assert_eq!(bench.ask(1, Count::Read), NOTHING);
+    let outputs = bench.raw(Input::Loaded(Ok(Some(Snapshot { version: 5, body: "{\"tickets\":1}".into() }))));
+    assert!(
+        matches!(outputs.as_slice(), [Output::Reply(1, Err(AskError::Parked { .. })), Output::Park(_)]),
+        "{outputs:?}"
+    );
+    assert_eq!(bench.ask(2, Count::Read), ["2: not the owner"]);
+}
+
+#[test]
+fn an_entity_that_cannot_be_loaded_says_so_and_dies() {
+    let mut bench = Bench::<Counter>::starting();
+    assert_eq!(bench.ask(1, Count::Read), NOTHING);
+    let why = "the store cannot be read: unreachable";
+    let died = bench.on(Input::Loaded(Err(unreachable())));
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+}
+
+#[test]
+fn a_conflict_whose_reload_fails_gives_the_command_back() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    let why = "the store cannot be read: unreachable";
+    let died = bench.on(Input::Loaded(Err(unreachable())));
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+}
+
+#[test]
+fn a_panic_of_the_machine_does_not_swallow_the_reply_to_what_is_durable() {
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Poison), ["commit poison from 5"]);
+    assert_eq!(bench.ask(2, Count::Add(3)), NOTHING);
+    assert_eq!(bench.ask(3, Count::Add(4)), NOTHING);
+    let died = bench.on(Input::Committed(Outcome::Applied));
+    assert_eq!(
+        died,
+        [
+            "1: 2 written at 6",
+            "2: the machine failed: add panicked: poisoned",
+            "3: unavailable: the entity is being loaded anew",
+            "die: add panicked: poisoned"
+        ]
+    );
+}
+
+#[test]
+fn a_next_state_that_cannot_be_written_down_is_not_taken() {
+    let mut bench = Bench::ready();
+    assert_eq!(
+        bench.ask(1, Count::Spoil),
+        ["1: the machine failed: the next state cannot be written down: spoiled"]
+    );
+    assert_eq!(bench.ask(2, Count::Add(3)), ["commit add from 5"]);
+}
+
+#[test]
+fn only_an_idle_entity_sleeps() {
+    let mut loading = Bench::<Counter>::starting();
+    assert_eq!(loading.on(Input::Sleep), NOTHING);
+    assert_eq!(loading.on(loaded(5, &[])), NOTHING);
+    assert_eq!(loading.ask(1, Count::Add(3)), ["commit add from 5"]);
+    assert_eq!(loading.on(Input::Sleep), NOTHING);
+    assert_eq!(loading.on(Input::Committed(Outcome::Applied)), ["1: 1 written at 6", "wake 3"]);
+    assert_eq!(loading.on(Input::Sleep), ["sleep"]);
+    assert_eq!(loading.on(Input::Sleep), NOTHING);
+    assert_eq!(loading.ask(2, Count::Read), ["2: not the owner"]);
+}
+
+/// What nothing waits for: a snapshot, an outcome and a finding, in every phase that did not ask for them.
+#[test]
+fn an_input_that_nothing_waits_for_changes_nothing() {
+    type Way = fn(&mut Bench<Counter>);
+    let phases: [(&str, Way, &[&str]); 5] = [
+        ("loading", |_| {}, &["loaded"]),
+        ("ready", |bench| drop(bench.on(loaded(5, &[1, 2]))), &[]),
+        (
+            "committing",
+            |bench| {
+                bench.on(loaded(5, &[1, 2]));
+                bench.ask(1, Count::Add(3));
+            },
+            &["committed"],
+        ),
+        (
+            "looking",
+            |bench| {
+                bench.on(loaded(5, &[1, 2]));
+                bench.ask_once(1, Count::AddOnce(2), key("k"));
+            },
+            &["looked"],
+        ),
+        (
+            "over",
+            |bench| {
+                bench.on(loaded(5, &[1, 2]));
+                bench.on(Input::Sleep);
+            },
+            &[],
+        ),
+    ];
+    for (phase, reach, awaited) in phases {
+        for (name, stray) in [
+            ("loaded", loaded as fn(i64, &[u64]) -> Input<Counter>),
+            ("committed", |_, _| Input::Committed(Outcome::Applied)),
+            ("looked", |_, _| Input::Looked(Ok(None))),
+        ] {
+            if awaited.contains(&name) {
+                continue;
+            }
+            let mut bench = Bench::starting();
+            reach(&mut bench);
+            let before = format!("{:?}", bench.shell);
+            assert_eq!(bench.on(stray(99, &[9])), NOTHING, "{name} while {phase}");
+            assert_eq!(format!("{:?}", bench.shell), before, "{name} while {phase}");
+        }
+    }
+}
+
+/// The real machines through the same shell: an allocation that is asked for twice, and a node that nobody registered.
+#[test]
+fn a_repeated_request_for_an_allocation_is_answered_with_the_first_one() {
+    let mut bench = Bench::<Allocation>::starting();
+    let mut books = Books::default();
+    let permit = authorize(&user("ann", &[Role::User]), domain::Action::Rent).unwrap();
+    let asked = Asked::new(&permit, "c", at(200)).once(key("create"));
+    let command = domain::allocation::Command::Request(Box::new(crate::directory::tests::request()));
+    bench.on(Input::Loaded(Ok(None)));
+    let ask = |token| Ask { token, command: command.clone(), asked: asked.clone() };
+    let outputs = bench.raw(Input::Ask(ask(1)));
+    let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
+    assert_eq!((commit.from_state, commit.to_state), (None, "requested"));
+    assert!(commit.timer.is_some());
+    assert_eq!(books.commit(commit), Outcome::Applied);
+    let answers = bench.raw(Input::Committed(Outcome::Applied));
+    let [Output::Reply(1, Ok(first))] = answers.as_slice() else { panic!("{answers:?}") };
+
+    assert_eq!(bench.on(Input::Ask(ask(2))), ["look up"], "it exists: perhaps because of this very command");
+    let answers = bench.raw(Input::Looked(Ok(books.commands.get(&key("create").id).cloned())));
+    let [Output::Reply(2, Ok(second))] = answers.as_slice() else { panic!("{answers:?}") };
+    assert_eq!((&second.reply, second.replayed), (&first.reply, true));
+}
+
+#[test]
+fn a_node_that_nobody_registered_is_not_found() {
+    let mut bench = Bench::<Node>::starting();
+    bench.on(Input::Loaded(Ok(None)));
+    assert_eq!(bench.ask(1, domain::node::Command::Tick), ["1: there is no such node"]);
+}
+
+#[test]
+fn a_counter_at_rest_rejects_what_it_counted_before() {
+    let mut bench = Bench::ready();
+    let outputs = bench.raw(Input::Ask(Ask { token: 1, command: Count::AddOnce(1), asked: asked(at(200)) }));
+    let [Output::Reply(1, Err(AskError::Rejected(refusal)))] = outputs.as_slice() else { panic!("{outputs:?}") };
+    assert_eq!(*refusal, Refusal::Counted(1));
+}

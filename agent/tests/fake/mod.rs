@@ -217,6 +217,7 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let router = router(shared);
     loop {
         let (stream, _) = listener.accept().await.unwrap();
+        stream.set_nodelay(true).unwrap();
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
             let Ok(stream) = acceptor.accept(stream).await else { return };

@@ -93,10 +93,7 @@ impl BootstrapBundle {
             (names::API_URL, &self.api_url),
             (names::TASK_SIGNING_PUBKEYS, &self.task_signing_pubkeys),
             (names::CA_BUNDLE_PATH, &self.ca_bundle_path),
-            (
-                names::NODE_CERT_CA_BUNDLE_PATH,
-                &self.node_cert_ca_bundle_path,
-            ),
+            (names::NODE_CERT_CA_BUNDLE_PATH, &self.node_cert_ca_bundle_path),
             (names::CERT_PATH, &self.cert_path),
             (names::KEY_PATH, &self.key_path),
             (names::CA_BUNDLE_FINGERPRINT, &self.ca_bundle_fingerprint),
@@ -106,10 +103,7 @@ impl BootstrapBundle {
             pairs.extend([
                 (names::PACKAGE_OCI_REF, package.oci_ref.as_str()),
                 (names::PACKAGE_DIGEST, &package.digest),
-                (
-                    names::PACKAGE_PULL_DELIVERY_MODE,
-                    &package.pull_delivery_mode,
-                ),
+                (names::PACKAGE_PULL_DELIVERY_MODE, &package.pull_delivery_mode),
                 (names::INSTALL_ROOT, &package.install_root),
                 (names::ENV_FILE, &package.env_file_path),
                 (names::SYSTEMD_UNIT, &package.systemd_unit_name),
@@ -147,10 +141,7 @@ impl BootstrapBundle {
         Ok(Self {
             node_id: required(names::NODE_ID)?
                 .parse()
-                .map_err(|_| EnvFileError::Value {
-                    name: names::NODE_ID,
-                    expected: "a UUID",
-                })?,
+                .map_err(|_| EnvFileError::Value { name: names::NODE_ID, expected: "a UUID" })?,
             enrollment_token: Token::new(required(names::ENROLLMENT_TOKEN)?),
             api_url: required(names::API_URL)?,
             task_signing_pubkeys: required(names::TASK_SIGNING_PUBKEYS)?,

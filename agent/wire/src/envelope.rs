@@ -38,11 +38,7 @@ impl Envelope {
     #[must_use]
     pub fn sign(key: &SigningKey, key_id: &str, payload_type: &str, payload: Vec<u8>) -> Self {
         let signature = KeySignature::over(key, key_id, payload_type, &payload);
-        Self {
-            payload_type: payload_type.to_owned(),
-            payload,
-            signatures: vec![signature],
-        }
+        Self { payload_type: payload_type.to_owned(), payload, signatures: vec![signature] }
     }
 
     /// The payload, if any of the signatures was made by `key`.
@@ -51,11 +47,7 @@ impl Envelope {
     /// [`SignatureError::Mismatch`] when none was.
     pub fn verify_with(&self, key: &VerifyingKey) -> Result<&[u8], SignatureError> {
         let signed = pae(&self.payload_type, &self.payload);
-        if self
-            .signatures
-            .iter()
-            .any(|signature| signature.is_by(key, &signed))
-        {
+        if self.signatures.iter().any(|signature| signature.is_by(key, &signed)) {
             Ok(&self.payload)
         } else {
             Err(SignatureError::Mismatch)
@@ -67,10 +59,7 @@ impl KeySignature {
     /// Signs the pre-authentication encoding of (`payload_type`, `payload`).
     #[must_use]
     pub fn over(key: &SigningKey, key_id: &str, payload_type: &str, payload: &[u8]) -> Self {
-        Self {
-            key_id: key_id.to_owned(),
-            signature: key.sign(&pae(payload_type, payload)).to_bytes().to_vec(),
-        }
+        Self { key_id: key_id.to_owned(), signature: key.sign(&pae(payload_type, payload)).to_bytes().to_vec() }
     }
 
     /// Whether `key` made this signature over `signed`, by the strict rules (no weak keys, no malleable signatures).
@@ -83,12 +72,7 @@ impl KeySignature {
 /// DSSE's pre-authentication encoding: `DSSEv1 LEN(type) type LEN(body) body`, lengths in decimal, one space between.
 #[must_use]
 pub fn pae(payload_type: &str, payload: &[u8]) -> Vec<u8> {
-    let mut encoded = format!(
-        "DSSEv1 {} {payload_type} {} ",
-        payload_type.len(),
-        payload.len()
-    )
-    .into_bytes();
+    let mut encoded = format!("DSSEv1 {} {payload_type} {} ", payload_type.len(), payload.len()).into_bytes();
     encoded.extend_from_slice(payload);
     encoded
 }
@@ -113,10 +97,7 @@ mod tests {
         let mut envelope = Envelope::sign(&key, "k", "application/a", b"{}".to_vec());
         assert_eq!(envelope.verify_with(&key.verifying_key()), Ok(&b"{}"[..]));
         envelope.payload_type = "application/b".to_owned();
-        assert_eq!(
-            envelope.verify_with(&key.verifying_key()),
-            Err(SignatureError::Mismatch)
-        );
+        assert_eq!(envelope.verify_with(&key.verifying_key()), Err(SignatureError::Mismatch));
     }
 
     #[test]

@@ -122,9 +122,6 @@ pub struct PollSettings {
 
 impl Default for PollSettings {
     fn default() -> Self {
-        Self {
-            timeout_seconds: 30,
-            backoff_max_seconds: 30,
-        }
+        Self { timeout_seconds: 30, backoff_max_seconds: 30 }
     }
 }

@@ -40,10 +40,7 @@ pub struct Device {
 
 impl From<&Gpu> for Device {
     fn from(gpu: &Gpu) -> Self {
-        Self {
-            index: gpu.index,
-            uuid: gpu.uuid.clone(),
-        }
+        Self { index: gpu.index, uuid: gpu.uuid.clone() }
     }
 }
 

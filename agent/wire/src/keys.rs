@@ -52,11 +52,7 @@ impl TryFrom<&[u8]> for PublicKey {
     fn try_from(bytes: &[u8]) -> Result<Self, PublicKeyError> {
         let bytes: [u8; 32] = bytes.try_into().map_err(|_| PublicKeyError)?;
         let key = VerifyingKey::from_bytes(&bytes).map_err(|_| PublicKeyError)?;
-        if key.is_weak() {
-            Err(PublicKeyError)
-        } else {
-            Ok(Self(key))
-        }
+        if key.is_weak() { Err(PublicKeyError) } else { Ok(Self(key)) }
     }
 }
 
@@ -70,11 +66,7 @@ impl FromStr for PublicKey {
     type Err = PublicKeyError;
 
     fn from_str(text: &str) -> Result<Self, PublicKeyError> {
-        Self::try_from(
-            base64_bytes::decode(text)
-                .map_err(|_| PublicKeyError)?
-                .as_slice(),
-        )
+        Self::try_from(base64_bytes::decode(text).map_err(|_| PublicKeyError)?.as_slice())
     }
 }
 
@@ -98,9 +90,7 @@ impl Serialize for PublicKey {
 
 impl<'de> Deserialize<'de> for PublicKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?
-            .parse()
-            .map_err(de::Error::custom)
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
     }
 }
 
@@ -138,11 +128,7 @@ impl VerifierKey {
     /// A key under the name that follows from it.
     #[must_use]
     pub fn new(public_key: PublicKey, status: KeyStatus) -> Self {
-        Self {
-            key_id: public_key.key_id(),
-            public_key,
-            status,
-        }
+        Self { key_id: public_key.key_id(), public_key, status }
     }
 }
 
@@ -173,9 +159,7 @@ pub enum SetError {
         #[source]
         source: SignatureError,
     },
-    #[error(
-        "entry {position} of the task-signing keys is not [key_id:][status:]base64 of an Ed25519 public key"
-    )]
+    #[error("entry {position} of the task-signing keys is not [key_id:][status:]base64 of an Ed25519 public key")]
     Entry { position: usize },
 }
 
@@ -184,22 +168,12 @@ impl VerifierSet {
     ///
     /// # Errors
     /// [`SetError`] when the set has no active key or a name twice.
-    pub fn sign(
-        version: u64,
-        keys: Vec<VerifierKey>,
-        signers: &[(&str, &SigningKey)],
-    ) -> Result<Self, SetError> {
-        let mut set = Self {
-            version,
-            keys,
-            signatures: Vec::new(),
-        };
+    pub fn sign(version: u64, keys: Vec<VerifierKey>, signers: &[(&str, &SigningKey)]) -> Result<Self, SetError> {
+        let mut set = Self { version, keys, signatures: Vec::new() };
         set.validate()?;
         let bytes = set.signed_bytes();
-        set.signatures = signers
-            .iter()
-            .map(|(id, key)| KeySignature::over(key, id, VERIFIER_SET_TYPE, &bytes))
-            .collect();
+        set.signatures =
+            signers.iter().map(|(id, key)| KeySignature::over(key, id, VERIFIER_SET_TYPE, &bytes)).collect();
         Ok(set)
     }
 
@@ -219,12 +193,7 @@ impl VerifierSet {
                 )
             })
             .collect();
-        format!(
-            r#"{{"version":{},"keys":[{}]}}"#,
-            self.version,
-            keys.join(",")
-        )
-        .into_bytes()
+        format!(r#"{{"version":{},"keys":[{}]}}"#, self.version, keys.join(",")).into_bytes()
     }
 
     /// Whether `next` may follow this set: well-formed, newer, and signed by a key of this one.
@@ -234,19 +203,14 @@ impl VerifierSet {
     pub fn accept_next(&self, next: &Self) -> Result<(), SetError> {
         next.validate()?;
         if next.version <= self.version {
-            return Err(SetError::NotNewer {
-                offered: next.version,
-                current: self.version,
-            });
+            return Err(SetError::NotNewer { offered: next.version, current: self.version });
         }
         let signed = pae(VERIFIER_SET_TYPE, &next.signed_bytes());
-        self.find_signer(&next.signatures, &signed)
-            .map(|_| ())
-            .map_err(|source| SetError::Untrusted {
-                version: next.version,
-                trusted_version: self.version,
-                source,
-            })
+        self.find_signer(&next.signatures, &signed).map(|_| ()).map_err(|source| SetError::Untrusted {
+            version: next.version,
+            trusted_version: self.version,
+            source,
+        })
     }
 
     /// Reads the text of `SVC_TASK_SIGNING_PUBKEYS` as version 0: entries separated by commas, each
@@ -260,17 +224,9 @@ impl VerifierSet {
             .map(str::trim)
             .filter(|entry| !entry.is_empty())
             .enumerate()
-            .map(|(index, entry)| {
-                parse_entry(entry).ok_or(SetError::Entry {
-                    position: index + 1,
-                })
-            })
+            .map(|(index, entry)| parse_entry(entry).ok_or(SetError::Entry { position: index + 1 }))
             .collect::<Result<Vec<_>, _>>()?;
-        let set = Self {
-            version: 0,
-            keys,
-            signatures: Vec::new(),
-        };
+        let set = Self { version: 0, keys, signatures: Vec::new() };
         set.validate()?;
         Ok(set)
     }
@@ -278,40 +234,24 @@ impl VerifierSet {
     /// The keys as [`VerifierSet::from_env_value`] reads them; version and signatures are not part of it.
     #[must_use]
     pub fn to_env_value(&self) -> String {
-        let entries: Vec<String> = self
-            .keys
-            .iter()
-            .map(|key| format!("{}:{}:{}", key.key_id, key.status.as_str(), key.public_key))
-            .collect();
+        let entries: Vec<String> =
+            self.keys.iter().map(|key| format!("{}:{}:{}", key.key_id, key.status.as_str(), key.public_key)).collect();
         entries.join(",")
     }
 
     fn validate(&self) -> Result<(), SetError> {
         let mut seen = BTreeSet::new();
-        if let Some(twice) = self
-            .keys
-            .iter()
-            .find(|key| !seen.insert(key.key_id.as_str()))
-        {
-            return Err(SetError::DuplicateKey {
-                version: self.version,
-                key_id: twice.key_id.clone(),
-            });
+        if let Some(twice) = self.keys.iter().find(|key| !seen.insert(key.key_id.as_str())) {
+            return Err(SetError::DuplicateKey { version: self.version, key_id: twice.key_id.clone() });
         }
         if self.keys.iter().any(|key| key.status == KeyStatus::Active) {
             Ok(())
         } else {
-            Err(SetError::NoActiveKey {
-                version: self.version,
-            })
+            Err(SetError::NoActiveKey { version: self.version })
         }
     }
 
-    fn find_signer(
-        &self,
-        signatures: &[KeySignature],
-        signed: &[u8],
-    ) -> Result<&VerifierKey, SignatureError> {
+    fn find_signer(&self, signatures: &[KeySignature], signed: &[u8]) -> Result<&VerifierKey, SignatureError> {
         let mut failure = SignatureError::UnknownKey;
         for signature in signatures {
             let Some(key) = self.keys.iter().find(|key| key.key_id == signature.key_id) else {
@@ -345,9 +285,7 @@ fn parse_entry(entry: &str) -> Option<VerifierKey> {
 }
 
 fn parse_status(text: &str) -> Option<KeyStatus> {
-    [KeyStatus::Active, KeyStatus::Staged, KeyStatus::Grace]
-        .into_iter()
-        .find(|status| status.as_str() == text)
+    [KeyStatus::Active, KeyStatus::Staged, KeyStatus::Grace].into_iter().find(|status| status.as_str() == text)
 }
 
 /// The set that an agent trusts at the moment.
@@ -398,8 +336,7 @@ impl Verifiers {
     /// and this agent lacks. What was accepted stays.
     pub fn follow(&mut self, sets: &[VerifierSet]) -> Result<bool, SetError> {
         let before = self.version();
-        let mut ordered: Vec<&VerifierSet> =
-            sets.iter().filter(|set| set.version > before).collect();
+        let mut ordered: Vec<&VerifierSet> = sets.iter().filter(|set| set.version > before).collect();
         ordered.sort_by_key(|set| set.version);
         let mut refused = Vec::new();
         for set in ordered {
@@ -408,10 +345,7 @@ impl Verifiers {
                 Err(error) => refused.push((set.version, error)),
             }
         }
-        match refused
-            .into_iter()
-            .find(|(version, _)| *version > self.version())
-        {
+        match refused.into_iter().find(|(version, _)| *version > self.version()) {
             Some((_, error)) => Err(error),
             None => Ok(self.version() > before),
         }
@@ -437,12 +371,7 @@ mod tests {
 
     /// A set of one active key, signed by the key of another seed.
     fn set(version: u64, active: u8, signer: u8) -> VerifierSet {
-        VerifierSet::sign(
-            version,
-            vec![listed(active, KeyStatus::Active)],
-            &[(&id(signer), &key(signer))],
-        )
-        .unwrap()
+        VerifierSet::sign(version, vec![listed(active, KeyStatus::Active)], &[(&id(signer), &key(signer))]).unwrap()
     }
 
     fn trusting(seed: u8) -> Verifiers {
@@ -465,17 +394,7 @@ mod tests {
     fn a_set_signed_by_a_stranger_is_refused_and_what_came_before_it_stays() {
         let mut verifiers = trusting(1);
         let refused = verifiers.follow(&[set(1, 2, 1), set(2, 9, 9)]).unwrap_err();
-        assert!(
-            matches!(
-                refused,
-                SetError::Untrusted {
-                    version: 2,
-                    trusted_version: 1,
-                    ..
-                }
-            ),
-            "{refused}"
-        );
+        assert!(matches!(refused, SetError::Untrusted { version: 2, trusted_version: 1, .. }), "{refused}");
         assert_eq!(verifiers.version(), 1);
     }
 
@@ -488,10 +407,7 @@ mod tests {
     fn an_agent_whose_bundle_is_younger_than_the_first_rotations_passes_them_over() {
         // The bundle holds the key of set 2; sets 1 and 2 were signed before it was made.
         let mut verifiers = trusting(3);
-        assert_eq!(
-            verifiers.follow(&[set(1, 2, 1), set(2, 3, 2), set(3, 4, 3)]),
-            Ok(true)
-        );
+        assert_eq!(verifiers.follow(&[set(1, 2, 1), set(2, 3, 2), set(3, 4, 3)]), Ok(true));
         assert_eq!(verifiers.version(), 3);
     }
 
@@ -499,13 +415,7 @@ mod tests {
     fn an_older_or_equal_version_never_comes_back() {
         let current = set(3, 1, 1);
         for offered in [0, 2, 3] {
-            assert_eq!(
-                current.accept_next(&set(offered, 2, 1)),
-                Err(SetError::NotNewer {
-                    offered,
-                    current: 3
-                })
-            );
+            assert_eq!(current.accept_next(&set(offered, 2, 1)), Err(SetError::NotNewer { offered, current: 3 }));
         }
         let mut verifiers = Verifiers::trusting(current).unwrap();
         assert_eq!(verifiers.follow(&[set(2, 2, 1)]), Ok(false));
@@ -524,28 +434,17 @@ mod tests {
         for altered in [keys, status, version] {
             assert!(matches!(
                 verifiers.current().accept_next(&altered),
-                Err(SetError::Untrusted {
-                    source: SignatureError::Mismatch,
-                    ..
-                })
+                Err(SetError::Untrusted { source: SignatureError::Mismatch, .. })
             ));
         }
     }
 
     #[test]
     fn staged_and_grace_keys_are_trusted_like_the_active_one() {
-        let keys = vec![
-            listed(1, KeyStatus::Active),
-            listed(2, KeyStatus::Staged),
-            listed(3, KeyStatus::Grace),
-        ];
+        let keys = vec![listed(1, KeyStatus::Active), listed(2, KeyStatus::Staged), listed(3, KeyStatus::Grace)];
         let verifiers = Verifiers::trusting(VerifierSet::sign(1, keys, &[]).unwrap()).unwrap();
         for seed in [1, 2, 3] {
-            assert!(
-                verifiers
-                    .verify(&Envelope::sign(&key(seed), &id(seed), "t", b"x".to_vec()))
-                    .is_ok()
-            );
+            assert!(verifiers.verify(&Envelope::sign(&key(seed), &id(seed), "t", b"x".to_vec())).is_ok());
         }
         // A trusted name on a stranger's signature.
         let forged = Envelope::sign(&key(9), &id(1), "t", b"x".to_vec());
@@ -556,38 +455,20 @@ mod tests {
     fn a_set_without_an_active_key_or_with_a_name_twice_is_refused() {
         let none = VerifierSet::sign(1, vec![listed(1, KeyStatus::Staged)], &[]);
         assert_eq!(none, Err(SetError::NoActiveKey { version: 1 }));
-        let twice = VerifierSet::sign(
-            1,
-            vec![listed(1, KeyStatus::Active), listed(1, KeyStatus::Grace)],
-            &[],
-        );
+        let twice = VerifierSet::sign(1, vec![listed(1, KeyStatus::Active), listed(1, KeyStatus::Grace)], &[]);
         assert!(matches!(twice, Err(SetError::DuplicateKey { .. })));
     }
 
     #[test]
     fn the_environment_value_is_read_back_as_it_was_written() {
-        let keys = vec![
-            listed(1, KeyStatus::Active),
-            listed(2, KeyStatus::Staged),
-            listed(3, KeyStatus::Grace),
-        ];
-        let set = VerifierSet {
-            version: 0,
-            keys,
-            signatures: Vec::new(),
-        };
-        assert_eq!(
-            VerifierSet::from_env_value(&set.to_env_value()),
-            Ok(set.clone())
-        );
+        let keys = vec![listed(1, KeyStatus::Active), listed(2, KeyStatus::Staged), listed(3, KeyStatus::Grace)];
+        let set = VerifierSet { version: 0, keys, signatures: Vec::new() };
+        assert_eq!(VerifierSet::from_env_value(&set.to_env_value()), Ok(set.clone()));
 
-        let bare = VerifierSet::from_env_value(&format!(
-            " {} , staged:{}",
-            set.keys[0].public_key, set.keys[1].public_key
-        ));
+        let bare =
+            VerifierSet::from_env_value(&format!(" {} , staged:{}", set.keys[0].public_key, set.keys[1].public_key));
         assert_eq!(bare.unwrap().keys, set.keys[..2]);
-        let named =
-            VerifierSet::from_env_value(&format!("primary:{}", set.keys[0].public_key)).unwrap();
+        let named = VerifierSet::from_env_value(&format!("primary:{}", set.keys[0].public_key)).unwrap();
         assert_eq!(named.keys[0].key_id, "primary");
     }
 
@@ -596,10 +477,7 @@ mod tests {
         let good = PublicKey::from(&key(1));
         let bad = VerifierSet::from_env_value(&format!("{good},nonsense"));
         assert_eq!(bad, Err(SetError::Entry { position: 2 }));
-        assert_eq!(
-            VerifierSet::from_env_value(""),
-            Err(SetError::NoActiveKey { version: 0 })
-        );
+        assert_eq!(VerifierSet::from_env_value(""), Err(SetError::NoActiveKey { version: 0 }));
     }
 
     #[test]

@@ -107,16 +107,12 @@ impl CleanupReport {
 
     /// Findings other than `gone`.
     pub fn leftovers(&self) -> impl Iterator<Item = &Finding> {
-        self.findings
-            .iter()
-            .filter(|finding| finding.outcome != Outcome::Gone)
+        self.findings.iter().filter(|finding| finding.outcome != Outcome::Gone)
     }
 
     /// What the report leaves out of [`Checked::REQUIRED`].
     pub fn not_looked_for(&self) -> impl Iterator<Item = Checked> {
-        Checked::REQUIRED
-            .into_iter()
-            .filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
+        Checked::REQUIRED.into_iter().filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
     }
 
     /// Signs the report with the node's recovery key.
@@ -125,12 +121,7 @@ impl CleanupReport {
     /// The report does not serialise, which no value of these types does.
     pub fn seal(&self, key: &SigningKey) -> Result<Envelope, serde_json::Error> {
         let key_id = PublicKey::from(key).key_id();
-        Ok(Envelope::sign(
-            key,
-            &key_id,
-            CLEANUP_REPORT_TYPE,
-            serde_json::to_vec(self)?,
-        ))
+        Ok(Envelope::sign(key, &key_id, CLEANUP_REPORT_TYPE, serde_json::to_vec(self)?))
     }
 
     /// Verifies the signature of the node whose recovery key is `key`, and reads the report. The caller compares node,
@@ -141,9 +132,7 @@ impl CleanupReport {
     pub fn open(envelope: &Envelope, key: &PublicKey) -> Result<Self, ProofError> {
         let bytes = envelope.verify_with(key.verifying_key())?;
         if envelope.payload_type != CLEANUP_REPORT_TYPE {
-            return Err(ProofError::NotAReport {
-                found: envelope.payload_type.clone(),
-            });
+            return Err(ProofError::NotAReport { found: envelope.payload_type.clone() });
         }
         serde_json::from_slice(bytes).map_err(ProofError::Malformed)
     }
@@ -164,12 +153,7 @@ mod tests {
             checked_at: DateTime::from_timestamp(1_800_000_000, 0).unwrap(),
             findings: Checked::REQUIRED
                 .into_iter()
-                .map(|what| Finding {
-                    what,
-                    looked_for: "x".into(),
-                    outcome: Outcome::Gone,
-                    detail: None,
-                })
+                .map(|what| Finding { what, looked_for: "x".into(), outcome: Outcome::Gone, detail: None })
                 .collect(),
         }
     }
@@ -187,10 +171,7 @@ mod tests {
             let mut partial = report();
             partial.findings.remove(index);
             assert!(!partial.is_clean());
-            assert_eq!(
-                partial.not_looked_for().collect::<Vec<_>>(),
-                [Checked::REQUIRED[index]]
-            );
+            assert_eq!(partial.not_looked_for().collect::<Vec<_>>(), [Checked::REQUIRED[index]]);
         }
         let mut empty = report();
         empty.findings.clear();
@@ -201,22 +182,13 @@ mod tests {
     fn a_report_opens_only_with_the_key_that_sealed_it() {
         let key = SigningKey::from_bytes(&[5; 32]);
         let sealed = report().seal(&key).unwrap();
-        assert_eq!(
-            CleanupReport::open(&sealed, &PublicKey::from(&key)).unwrap(),
-            report()
-        );
+        assert_eq!(CleanupReport::open(&sealed, &PublicKey::from(&key)).unwrap(), report());
 
         let other = PublicKey::from(&SigningKey::from_bytes(&[6; 32]));
-        assert!(matches!(
-            CleanupReport::open(&sealed, &other),
-            Err(ProofError::Signature(_))
-        ));
+        assert!(matches!(CleanupReport::open(&sealed, &other), Err(ProofError::Signature(_))));
         let mut altered = sealed;
         altered.payload[20] ^= 1;
-        assert!(matches!(
-            CleanupReport::open(&altered, &PublicKey::from(&key)),
-            Err(ProofError::Signature(_))
-        ));
+        assert!(matches!(CleanupReport::open(&altered, &PublicKey::from(&key)), Err(ProofError::Signature(_))));
     }
 
     #[test]
@@ -224,9 +196,6 @@ mod tests {
         let key = SigningKey::from_bytes(&[5; 32]);
         let bytes = serde_json::to_vec(&report()).unwrap();
         let other = Envelope::sign(&key, "k", "application/json", bytes);
-        assert!(matches!(
-            CleanupReport::open(&other, &PublicKey::from(&key)),
-            Err(ProofError::NotAReport { .. })
-        ));
+        assert!(matches!(CleanupReport::open(&other, &PublicKey::from(&key)), Err(ProofError::NotAReport { .. })));
     }
 }

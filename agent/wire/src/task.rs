@@ -100,17 +100,9 @@ impl Task {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TaskRefused {
     #[error("task {task_id} is for node {for_node}, this is node {this_node}")]
-    ForAnotherNode {
-        task_id: Uuid,
-        for_node: Uuid,
-        this_node: Uuid,
-    },
+    ForAnotherNode { task_id: Uuid, for_node: Uuid, this_node: Uuid },
     #[error("task {task_id} attempt {attempt} expired at {expires_at}")]
-    Expired {
-        task_id: Uuid,
-        attempt: u32,
-        expires_at: DateTime<Utc>,
-    },
+    Expired { task_id: Uuid, attempt: u32, expires_at: DateTime<Utc> },
 }
 
 impl TaskPayload {
@@ -121,19 +113,11 @@ impl TaskPayload {
     pub fn check(&self, node_id: Uuid, now: DateTime<Utc>) -> Result<(), TaskRefused> {
         if self.node_id != node_id {
             let (task_id, for_node) = (self.task_id, self.node_id);
-            return Err(TaskRefused::ForAnotherNode {
-                task_id,
-                for_node,
-                this_node: node_id,
-            });
+            return Err(TaskRefused::ForAnotherNode { task_id, for_node, this_node: node_id });
         }
         if now >= self.expires_at {
             let (task_id, attempt, expires_at) = (self.task_id, self.attempt, self.expires_at);
-            return Err(TaskRefused::Expired {
-                task_id,
-                attempt,
-                expires_at,
-            });
+            return Err(TaskRefused::Expired { task_id, attempt, expires_at });
         }
         Ok(())
     }
@@ -143,17 +127,8 @@ impl TaskPayload {
 ///
 /// # Errors
 /// The payload does not serialise, which no value of these types does.
-pub fn sign(
-    key: &SigningKey,
-    key_id: &str,
-    payload: &TaskPayload,
-) -> Result<Envelope, serde_json::Error> {
-    Ok(Envelope::sign(
-        key,
-        key_id,
-        TASK_TYPE,
-        serde_json::to_vec(payload)?,
-    ))
+pub fn sign(key: &SigningKey, key_id: &str, payload: &TaskPayload) -> Result<Envelope, serde_json::Error> {
+    Ok(Envelope::sign(key, key_id, TASK_TYPE, serde_json::to_vec(payload)?))
 }
 
 /// Why an envelope is not a task that this agent can understand and trust.
@@ -163,10 +138,7 @@ pub enum OpenError {
     Signature(#[from] SignatureError),
     #[error("the signed payload is of type {found:?}, not {TASK_TYPE}")]
     NotATask { found: String },
-    #[error(
-        "the signed task is of type {kind:?}, which this agent (protocol {}) does not know",
-        crate::PROTOCOL
-    )]
+    #[error("the signed task is of type {kind:?}, which this agent (protocol {}) does not know", crate::PROTOCOL)]
     UnknownKind { kind: String },
     #[error("the signed task does not parse")]
     Malformed(#[source] serde_json::Error),
@@ -179,9 +151,7 @@ pub enum OpenError {
 pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, OpenError> {
     let bytes = verifiers.verify(envelope)?;
     if envelope.payload_type != TASK_TYPE {
-        return Err(OpenError::NotATask {
-            found: envelope.payload_type.clone(),
-        });
+        return Err(OpenError::NotATask { found: envelope.payload_type.clone() });
     }
     serde_json::from_slice(&bytes).map_err(|error| match kind_of(&bytes) {
         Some(kind) if !KINDS.contains(&kind.as_str()) => OpenError::UnknownKind { kind },
@@ -189,11 +159,7 @@ pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, O
     })
 }
 
-const KINDS: [&str; 3] = [
-    "allocation.provision",
-    "allocation.release",
-    "node.validate",
-];
+const KINDS: [&str; 3] = ["allocation.provision", "allocation.release", "node.validate"];
 
 fn kind_of(bytes: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
@@ -260,12 +226,7 @@ mod tests {
 
     fn verifiers() -> Verifiers {
         let key = VerifierKey::new(PublicKey::from(&key()), KeyStatus::Active);
-        Verifiers::trusting(VerifierSet {
-            version: 0,
-            keys: vec![key],
-            signatures: Vec::new(),
-        })
-        .unwrap()
+        Verifiers::trusting(VerifierSet { version: 0, keys: vec![key], signatures: Vec::new() }).unwrap()
     }
 
     fn payload() -> TaskPayload {
@@ -295,26 +256,17 @@ mod tests {
         for position in 0..good.payload.len() {
             let mut altered = good.clone();
             altered.payload[position] ^= 1;
-            assert!(matches!(
-                open(&altered, &verifiers()),
-                Err(OpenError::Signature(SignatureError::Mismatch))
-            ));
+            assert!(matches!(open(&altered, &verifiers()), Err(OpenError::Signature(SignatureError::Mismatch))));
         }
     }
 
     #[test]
     fn a_task_signed_by_a_stranger_or_by_nobody_is_refused() {
         let stranger = sign(&SigningKey::from_bytes(&[9; 32]), "stranger", &payload()).unwrap();
-        assert!(matches!(
-            open(&stranger, &verifiers()),
-            Err(OpenError::Signature(SignatureError::UnknownKey))
-        ));
+        assert!(matches!(open(&stranger, &verifiers()), Err(OpenError::Signature(SignatureError::UnknownKey))));
         let mut bare = signed(&payload());
         bare.signatures.clear();
-        assert!(matches!(
-            open(&bare, &verifiers()),
-            Err(OpenError::Signature(SignatureError::UnknownKey))
-        ));
+        assert!(matches!(open(&bare, &verifiers()), Err(OpenError::Signature(SignatureError::UnknownKey))));
     }
 
     #[test]
@@ -322,10 +274,7 @@ mod tests {
         let id = PublicKey::from(&key()).key_id();
         let bytes = serde_json::to_vec(&payload()).unwrap();
         let other = Envelope::sign(&key(), &id, crate::keys::VERIFIER_SET_TYPE, bytes);
-        assert!(matches!(
-            open(&other, &verifiers()),
-            Err(OpenError::NotATask { .. })
-        ));
+        assert!(matches!(open(&other, &verifiers()), Err(OpenError::NotATask { .. })));
     }
 
     #[test]
@@ -334,9 +283,7 @@ mod tests {
         let mut value = serde_json::to_value(payload()).unwrap();
         value["task"] = serde_json::json!({"type": "node.sing"});
         let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
-        assert!(
-            matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind }) if kind == "node.sing")
-        );
+        assert!(matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind }) if kind == "node.sing"));
     }
 
     #[test]
@@ -361,14 +308,8 @@ mod tests {
     fn a_task_is_refused_from_the_moment_it_expires() {
         let task = payload();
         let node = task.node_id;
-        assert_eq!(
-            task.check(node, task.expires_at - TimeDelta::milliseconds(1)),
-            Ok(())
-        );
-        assert!(matches!(
-            task.check(node, task.expires_at),
-            Err(TaskRefused::Expired { .. })
-        ));
+        assert_eq!(task.check(node, task.expires_at - TimeDelta::milliseconds(1)), Ok(()));
+        assert!(matches!(task.check(node, task.expires_at), Err(TaskRefused::Expired { .. })));
     }
 
     #[test]

@@ -12,15 +12,14 @@ use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
 use wire::heartbeat::{
-    Alert, Classification, GpuTelemetry, Health, HealthStatus, Heartbeat, HeartbeatAnswer,
-    PollSettings, RunningTask, Telemetry,
+    Alert, Classification, GpuTelemetry, Health, HealthStatus, Heartbeat, HeartbeatAnswer, PollSettings, RunningTask,
+    Telemetry,
 };
 use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
 use wire::task::{
-    Device, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult,
-    TaskStatus,
+    Device, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult, TaskStatus,
 };
 use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
 
@@ -72,10 +71,7 @@ fn inventory() -> Inventory {
 }
 
 fn device() -> Device {
-    Device {
-        index: 0,
-        uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into(),
-    }
+    Device { index: 0, uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into() }
 }
 
 fn verifier_set() -> VerifierSet {
@@ -88,14 +84,7 @@ fn verifier_set() -> VerifierSet {
 }
 
 fn payload(task: Task) -> TaskPayload {
-    TaskPayload {
-        node_id: id(1),
-        task_id: id(2),
-        attempt: 1,
-        issued_at: at(0),
-        expires_at: at(600),
-        task,
-    }
+    TaskPayload { node_id: id(1), task_id: id(2), attempt: 1, issued_at: at(0), expires_at: at(600), task }
 }
 
 fn report() -> CleanupReport {
@@ -143,19 +132,14 @@ fn enroll_answer() {
         certificate_pem: "-----BEGIN CERTIFICATE-----\n".into(),
         chain_pem: String::new(),
         not_after: at(86_400),
-        recovery: Recovery {
-            identity_generation: 1,
-            remaining: 5
-        },
+        recovery: Recovery { identity_generation: 1, remaining: 5 },
         verifier_sets: vec![verifier_set()],
     });
 }
 
 #[test]
 fn renew_request() {
-    golden!(RenewRequest {
-        csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into()
-    });
+    golden!(RenewRequest { csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into() });
 }
 
 #[test]
@@ -184,19 +168,13 @@ fn heartbeat() {
                 probe_id: "gpu.ecc".into(),
                 target: device().uuid,
                 since: at(0),
-                classifications: vec![
-                    Classification::PreventAllocation,
-                    Classification::BillingCredit
-                ],
+                classifications: vec![Classification::PreventAllocation, Classification::BillingCredit],
                 message: "uncorrectable ECC errors".into(),
                 tenant_message: "a GPU of this node is faulty".into(),
             }],
         },
         verifier_set_version: 1,
-        running: vec![RunningTask {
-            task_id: id(2),
-            attempt: 1
-        }],
+        running: vec![RunningTask { task_id: id(2), attempt: 1 }],
     });
 }
 
@@ -224,11 +202,7 @@ fn provision_payload() {
 
 #[test]
 fn release_payload() {
-    golden!(payload(Task::Release(Release {
-        allocation_id: id(3),
-        user_name: "u-3".into(),
-        devices: vec![device()],
-    })));
+    golden!(payload(Task::Release(Release { allocation_id: id(3), user_name: "u-3".into(), devices: vec![device()] })));
 }
 
 #[test]
@@ -238,14 +212,7 @@ fn validate_payload() {
 
 #[test]
 fn task_envelope() {
-    golden!(
-        wire::task::sign(
-            &key(1),
-            &PublicKey::from(&key(1)).key_id(),
-            &payload(Task::Validate {})
-        )
-        .unwrap()
-    );
+    golden!(wire::task::sign(&key(1), &PublicKey::from(&key(1)).key_id(), &payload(Task::Validate {})).unwrap());
 }
 
 #[test]
@@ -267,10 +234,7 @@ fn failed_result() {
         attempt: 2,
         status: TaskStatus::Failed,
         output: serde_json::Map::new(),
-        error: Some(TaskError {
-            code: "device_in_use".into(),
-            message: "GPU 0 is held by another allocation".into()
-        }),
+        error: Some(TaskError { code: "device_in_use".into(), message: "GPU 0 is held by another allocation".into() }),
         proof: None,
         started_at: at(1),
         finished_at: at(2),
@@ -279,14 +243,7 @@ fn failed_result() {
 
 #[test]
 fn result_answers() {
-    golden!([
-        ResultAnswer {
-            recorded: Recorded::New
-        },
-        ResultAnswer {
-            recorded: Recorded::Already
-        }
-    ]);
+    golden!([ResultAnswer { recorded: Recorded::New }, ResultAnswer { recorded: Recorded::Already }]);
 }
 
 #[test]
@@ -300,10 +257,7 @@ fn error_envelope() {
         code: wire::error::INVALID_NODE_IDENTITY.into(),
         message: "This node was removed. Register it as a new node.".into(),
         correlation_id: "c-1".into(),
-        details: json!({"service": "node-api", "reason": "node_removed"})
-            .as_object()
-            .unwrap()
-            .clone(),
+        details: json!({"service": "node-api", "reason": "node_removed"}).as_object().unwrap().clone(),
     };
     assert_eq!(error.reason(), Some(wire::error::reason::NODE_REMOVED));
     golden!(error);
@@ -315,11 +269,7 @@ fn bundle() -> BootstrapBundle {
         node_id: id(1),
         enrollment_token: Token::new("it's a $ecret"),
         api_url: "https://nodes.example.com".into(),
-        task_signing_pubkeys: VerifierSet {
-            version: 0,
-            ..verifier_set()
-        }
-        .to_env_value(),
+        task_signing_pubkeys: VerifierSet { version: 0, ..verifier_set() }.to_env_value(),
         ca_bundle_path: "/etc/gpuaas/ca.pem".into(),
         node_cert_ca_bundle_path: "/etc/gpuaas/node-ca.pem".into(),
         cert_path: "/etc/gpuaas/node.pem".into(),
@@ -344,26 +294,14 @@ fn bootstrap_bundle() {
 
 #[test]
 fn bootstrap_bundle_without_a_package() {
-    golden!(BootstrapBundle {
-        package: None,
-        ..bundle()
-    });
+    golden!(BootstrapBundle { package: None, ..bundle() });
 }
 
 #[test]
 fn bundle_env_file() {
-    for bundle in [
-        bundle(),
-        BootstrapBundle {
-            package: None,
-            ..bundle()
-        },
-    ] {
+    for bundle in [bundle(), BootstrapBundle { package: None, ..bundle() }] {
         let again = BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
-        assert_eq!(
-            serde_json::to_value(&again).unwrap(),
-            serde_json::to_value(&bundle).unwrap()
-        );
+        assert_eq!(serde_json::to_value(&again).unwrap(), serde_json::to_value(&bundle).unwrap());
     }
     insta::assert_snapshot!(bundle().to_env_file().unwrap());
 }

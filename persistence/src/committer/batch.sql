@@ -45,7 +45,9 @@ created AS (
     RETURNING id
 ),
 passed AS MATERIALIZED (
-    SELECT ready.* FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
+    SELECT id, kind, shard, epoch, seq, expected, from_state, to_state, wake_at, deadline_at, reason, at, command, command_id,
+           digest, reply, consumes, why, actor, correlation_id, traceparent, ord
+    FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
 ),
 history_row AS (
     INSERT INTO history (entity, version, kind, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
@@ -82,6 +84,8 @@ waiting AS (
     SELECT id, kind, shard, wake_at, deadline_at, reason FROM passed WHERE wake_at IS NOT NULL
     ON CONFLICT (entity) DO UPDATE
     SET wake_at = excluded.wake_at, deadline_at = excluded.deadline_at, reason = excluded.reason
+    WHERE (deadline.wake_at, deadline.deadline_at, deadline.reason)
+          IS DISTINCT FROM (excluded.wake_at, excluded.deadline_at, excluded.reason)
 ),
 resting AS (
     DELETE FROM deadline USING passed

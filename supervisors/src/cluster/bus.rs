@@ -41,6 +41,8 @@ impl Bus {
         let url = url::Parts::parse(url.expose_secret())?;
         let mut options = ConnectOptions::new()
             .name(name)
+            // Answers come to inboxes of this member's own: its credentials admit no others.
+            .custom_inbox_prefix(format!("_INBOX.{name}"))
             .retry_on_initial_connect()
             .ping_interval(Duration::from_secs(2))
             .connection_timeout(Duration::from_secs(3))

@@ -184,3 +184,67 @@ fn brief(resource: &Value) -> String {
 pub fn gone_wrong(what: &str, resource: &Value) -> anyhow::Error {
     anyhow!("{what} is {}", brief(resource))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use axum::http::HeaderMap;
+    use axum::response::IntoResponse as _;
+    use axum::routing::{get, post};
+    use axum::{Json, Router};
+    use serde_json::json;
+
+    use super::*;
+
+    async fn api(routes: Router) -> Api {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        Api::new(reqwest::Client::new(), &url, "token".to_owned().into())
+    }
+
+    #[tokio::test]
+    async fn what_is_unavailable_is_asked_again_under_the_same_key() {
+        let keys: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = Arc::clone(&keys);
+        let create = move |headers: HeaderMap| async move {
+            let mut seen = seen.lock().unwrap();
+            seen.push(headers["idempotency-key"].to_str().unwrap().to_owned());
+            match seen.len() {
+                1 => (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "0")], "").into_response(),
+                _ => Json(json!({ "id": "x" })).into_response(),
+            }
+        };
+        let api = api(Router::new().route("/things", post(create))).await;
+        assert_eq!(api.post("/things", &json!({})).await.unwrap()["id"], "x");
+        let keys = keys.lock().unwrap();
+        assert_eq!(keys.len(), 2);
+        assert_eq!(keys[0], keys[1]);
+    }
+
+    #[tokio::test]
+    async fn a_refusal_says_what_the_server_said_and_where_to_look_it_up() {
+        let refuse = || async {
+            let body = json!({ "code": "insufficient_capacity", "message": "all taken", "correlation_id": "c-7" });
+            (StatusCode::CONFLICT, Json(body))
+        };
+        let api = api(Router::new().route("/things", post(refuse))).await;
+        let error = api.post("/things", &json!({})).await.unwrap_err().to_string();
+        assert_eq!(error, "POST /things: 409 insufficient_capacity: all taken (correlation id c-7)");
+    }
+
+    #[tokio::test]
+    async fn waiting_in_vain_says_what_it_is_and_why() {
+        let look = || async { Json(json!({ "state": "offline", "state_reason": { "message": "no contact" } })) };
+        let api = api(Router::new().route("/node", get(look))).await;
+        let waiting = api.wait_for("/node", "the node is active", Duration::from_millis(10), |node| {
+            Ok((node["state"] == "active").then_some(()))
+        });
+        assert_eq!(
+            waiting.await.unwrap_err().to_string(),
+            "the node is active: not after 0 s; it is offline: no contact"
+        );
+    }
+}

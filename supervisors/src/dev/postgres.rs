@@ -409,7 +409,8 @@ mod tests {
         if !geteuid().is_root() {
             return; // An ordinary user runs the server itself, and reaches what it made.
         }
-        let dir = tempfile::tempdir().unwrap(); // Mode 0700, root's.
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
         let folder = dir.path().join("dev");
         let postgres = Postgres::start(&folder, &authority).await.unwrap();
@@ -419,5 +420,9 @@ mod tests {
         assert_eq!(asks(&postgres, "select 'here'").await, "here");
         drop(postgres);
         assert!(!elsewhere.exists());
+
+        let dir = reachable();
+        let reached = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
+        assert!(!reached.lies_elsewhere());
     }
 }

@@ -9,12 +9,11 @@ use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, Stor
 use async_nats::{HeaderMap, jetstream};
 use domain::event::{Reaction, Stream};
 use domain::{EventId, Shard};
-use futures::StreamExt;
-use futures::stream::FuturesUnordered;
 use persistence::{Outbox, OutboxRow};
 use serde_json::json;
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
+use tokio::task::JoinSet;
 
 /// Acknowledgements that are waited for at once. The client blocks at 5,000.
 const WINDOW: usize = 1024;
@@ -44,23 +43,23 @@ impl Relay {
         context.set_timeout(Duration::from_secs(5));
         make_streams(&context).await?;
         let mut rows = self.rows.lock().await;
-        let mut acknowledgements = FuturesUnordered::new();
+        let mut acknowledgements: JoinSet<Option<EventId>> = JoinSet::new();
         let mut settled: Vec<EventId> = Vec::new();
         loop {
             tokio::select! {
                 biased;
-                Some(acknowledged) = acknowledgements.next() => {
-                    settled.extend(acknowledged);
+                Some(acknowledged) = acknowledgements.join_next() => {
+                    settled.extend(acknowledged.ok().flatten());
                     // What else has come in by now goes in the same statement.
-                    while let Some(Some(acknowledged)) = futures::FutureExt::now_or_never(acknowledgements.next()) {
-                        settled.extend(acknowledged);
+                    while let Some(acknowledged) = acknowledgements.try_join_next() {
+                        settled.extend(acknowledged.ok().flatten());
                     }
                     self.settle(&mut settled).await;
                 }
                 batch = rows.recv(), if acknowledgements.len() < WINDOW => {
                     let Some(batch) = batch else { return Ok(()) };
                     for row in batch {
-                        acknowledgements.push(publish(context.clone(), row).await);
+                        publish(&context, row, &mut acknowledgements).await;
                     }
                 }
             }
@@ -76,29 +75,26 @@ impl Relay {
     }
 }
 
-/// Sends one row. What comes back waits for the acknowledgement, and names the row if it may go.
-async fn publish(
-    context: jetstream::Context,
-    row: OutboxRow,
-) -> futures::future::BoxFuture<'static, Option<EventId>> {
-    let may_go = row.event.reaction() == Reaction::Nothing;
-    let id = row.id;
+/// Sends one row; its place in `acknowledgements` ends when the broker has it, and names the row if it may go.
+async fn publish(context: &jetstream::Context, row: OutboxRow, acknowledgements: &mut JoinSet<Option<EventId>>) {
+    let (id, may_go) = (row.id, row.event.reaction() == Reaction::Nothing);
     let sent = context.publish_with_headers(row.event.subject(), headers(&row), cloud_event(&row).into()).await;
-    Box::pin(async move {
-        match sent {
+    let acknowledgement = match sent {
+        Ok(acknowledgement) => acknowledgement,
+        Err(error) => {
+            tracing::warn!(%error, event.id = %id, "an event was not published; the poll finds it");
+            return;
+        }
+    };
+    acknowledgements.spawn(async move {
+        match acknowledgement.await {
+            Ok(_) => may_go.then_some(id),
             Err(error) => {
-                tracing::warn!(%error, event.id = %id, "an event was not published; the poll finds it");
+                tracing::warn!(%error, event.id = %id, "an event was not acknowledged; the poll finds it");
                 None
             }
-            Ok(acknowledgement) => match acknowledgement.await {
-                Ok(_) => may_go.then_some(id),
-                Err(error) => {
-                    tracing::warn!(%error, event.id = %id, "an event was not acknowledged; the poll finds it");
-                    None
-                }
-            },
         }
-    })
+    });
 }
 
 /// The headers that every message carries.
@@ -148,4 +144,44 @@ async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
         context.get_or_create_stream(config).await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use domain::commit::Epoch;
+    use domain::{AllocationId, Event, Timestamp};
+    use uuid::Uuid;
+
+    #[test]
+    fn a_row_becomes_a_cloud_event_with_its_headers() {
+        let row = OutboxRow {
+            id: EventId(Uuid::from_u128(1)),
+            shard: Shard(17),
+            epoch: Epoch(3),
+            seq: 42,
+            event: Event::AllocationRequested { allocation_id: AllocationId(Uuid::from_u128(2)) },
+            correlation_id: "abc".to_owned(),
+            traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+            created_at: Timestamp::UNIX_EPOCH,
+        };
+        let event: serde_json::Value = serde_json::from_str(&cloud_event(&row)).unwrap();
+        for (name, value) in [
+            ("specversion", "1.0"),
+            ("id", "00000000-0000-0000-0000-000000000001"),
+            ("source", "/gpuaas/shards/17"),
+            ("type", "provisioning.requested"),
+            ("subject", "allocation/00000000-0000-0000-0000-000000000002"),
+            ("correlationid", "abc"),
+            ("sequence", "00000000000000000042"),
+        ] {
+            assert_eq!(event[name], value, "{name}");
+        }
+        assert_eq!(event["data"]["allocation_id"], "00000000-0000-0000-0000-000000000002");
+        let headers = headers(&row);
+        assert_eq!(headers.get("Nats-Msg-Id").unwrap().as_str(), "00000000-0000-0000-0000-000000000001");
+        assert_eq!(headers.get("x-correlation-id").unwrap().as_str(), "abc");
+        assert!(headers.get("traceparent").is_some());
+    }
 }

@@ -91,14 +91,7 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a>
 fn asked_for(request: Request) -> Story {
     let policy = PolicyBook::default();
     let step = Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).unwrap();
-    Story {
-        allocation: step.next.unwrap(),
-        now: start(),
-        policy,
-        said: step.events,
-        why: step.why,
-        wrote: true,
-    }
+    Story { allocation: step.next.unwrap(), now: start(), policy, said: step.events, why: step.why, wrote: true }
 }
 
 fn allocation() -> Story {
@@ -219,8 +212,7 @@ fn states() -> Vec<(&'static str, Story)> {
 
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
     let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into(), detail: "d".into() };
-    let remains =
-        |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: "d".into() };
+    let remains = |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: "d".into() };
     let release = || Command::Release { issue: None };
     vec![
         ("request", ann(), Command::Request(Box::new(request()))),
@@ -337,7 +329,8 @@ fn a_stranger_learns_nothing_of_it() {
 #[test]
 fn a_count_or_a_patience_beyond_the_bounds_is_refused() {
     let policy = PolicyBook::default();
-    let refused = |request| Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).err();
+    let refused =
+        |request| Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).err();
     for gpu_count in [0, MAX_GPUS + 1, u32::MAX] {
         assert_eq!(refused(Request { gpu_count, ..request() }), Some(Rejection::GpuCount { max: MAX_GPUS }));
     }
@@ -457,7 +450,9 @@ fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
 #[test]
 fn a_clean_up_that_takes_too_long_has_failed() {
     let late = allocation().active().released_by_ann().at_its_timer().ticked().expect("release_failed");
-    let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else { panic!("{late:?}", late = late.allocation) };
+    let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else {
+        panic!("{late:?}", late = late.allocation)
+    };
     assert_eq!(reason, "release_timeout");
 }
 

@@ -15,8 +15,11 @@ impl Node {
         let audit = self.audit("nodes.retire", json!({ "reason": reason, "drain": drain }));
         match (&self.life, self.in_use()) {
             (Life::Retired, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
-            // A quarantined machine that cannot be repaired has this way out; what is left on it keeps it from coming back.
-            (Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. }, None) => {
+            (Life::Active | Life::Offline | Life::Draining { .. }, None) => {
+                Ok(self.moved(Life::Retired, "retired", reason, ctx).audit(audit))
+            }
+            // A machine that is beyond repair has this way out; what is left on it keeps it from coming back.
+            (Life::Quarantined { was }, None) if !was.is_unborn() => {
                 Ok(self.moved(Life::Retired, "retired", reason, ctx).audit(audit))
             }
             (Life::Active | Life::Offline, Some(_)) if drain => {
@@ -24,14 +27,14 @@ impl Node {
                 Ok(self.moved(Life::Draining { until }, "draining", reason, ctx).audit(audit))
             }
             (Life::Draining { .. }, Some(_)) if drain => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
-            (
-                Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. },
-                Some(allocation_id),
-            ) => Err(Rejection::InUse { allocation_id }),
+            (Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. }, Some(allocation_id)) => {
+                Err(Rejection::InUse { allocation_id })
+            }
             (
                 Life::Registered
                 | Life::BootstrapIssued { .. }
                 | Life::Enrolling { .. }
+                | Life::Quarantined { .. }
                 | Life::Removing { .. }
                 | Life::Removed,
                 _,
@@ -113,8 +116,7 @@ impl Node {
     pub(super) fn release_quarantine(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match &self.life {
             Life::Quarantined { was } => {
-                // What has no identity yet has nothing that could be out of order: it is looked at when it enrolls.
-                if !matches!(**was, Life::Registered | Life::BootstrapIssued { .. }) {
+                if !was.is_unborn() {
                     self.in_order(ctx)?;
                 }
                 let audit = self.audit("nodes.release_quarantine", json!({ "reason": reason }));
@@ -130,9 +132,7 @@ impl Node {
                     | Life::Quarantined { .. }
                     | Life::Retired
                     | Life::Removing { .. }
-                    | Life::Removed => {
-                        Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
-                    }
+                    | Life::Removed => Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit)),
                 }
             }
             Life::Registered

@@ -238,10 +238,9 @@ impl Node {
             // An order that was overtaken: the attempt has failed already, and the next one is the allocation's to ask.
             HoldPhase::ReleaseFailed { work } if work.attempt >= attempt => return Step::stay(Reply::Done),
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => work.task_id,
-            HoldPhase::Reserved
-            | HoldPhase::Provisioning { .. }
-            | HoldPhase::Ready
-            | HoldPhase::SetupFailed { .. } => TaskId(ctx.new_id(0)),
+            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
+                TaskId(ctx.new_id(0))
+            }
         };
         let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at };
         let mut step = self
@@ -261,7 +260,7 @@ impl Node {
     /// been succeeded by another say nothing.
     pub(super) fn mark_release_failed(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
         match self.failed_at(allocation_id, attempt, ctx) {
-            Some(phase) if self.holds.get(&allocation_id).is_some_and(|hold| hold.phase != phase) => self.with_phase(
+            Some(phase) if !self.is_in(allocation_id, &phase) => self.with_phase(
                 allocation_id,
                 phase,
                 format!("clean-up attempt {attempt} failed: no new allocation until it is proved"),
@@ -272,6 +271,9 @@ impl Node {
 
     pub(super) fn fence(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
         match self.failed_at(allocation_id, attempt, ctx) {
+            Some(phase) if self.fenced_by.contains(&allocation_id) && self.is_in(allocation_id, &phase) => {
+                Step::stay(Reply::Done)
+            }
             Some(phase) => {
                 let why = format!("fenced by the failed release of allocation {allocation_id}");
                 let mut step = self.with_phase(allocation_id, phase, why);
@@ -291,10 +293,7 @@ impl Node {
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return None,
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => Work { attempt, ..work.clone() },
             // The order of that attempt is still on its way.
-            HoldPhase::Reserved
-            | HoldPhase::Provisioning { .. }
-            | HoldPhase::Ready
-            | HoldPhase::SetupFailed { .. } => {
+            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
                 Work { task_id: TaskId(ctx.new_id(0)), attempt, ordered_at: ctx.now, deadline_at: ctx.now }
             }
         };
@@ -335,10 +334,9 @@ impl Node {
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => {
                 (work.task_id, work.attempt.saturating_add(1))
             }
-            HoldPhase::Reserved
-            | HoldPhase::Provisioning { .. }
-            | HoldPhase::Ready
-            | HoldPhase::SetupFailed { .. } => (TaskId(ctx.new_id(0)), 1),
+            HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
+                (TaskId(ctx.new_id(0)), 1)
+            }
         };
         Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC }
     }
@@ -417,7 +415,9 @@ impl Node {
         match &hold.phase {
             HoldPhase::Provisioning { .. } if attempt == current => Ok(self.tenant_reported(allocation_id, &verdict)),
             // A proof of an earlier attempt proves the same thing.
-            HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. } if proves => {
+            HoldPhase::Releasing { .. } | HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }
+                if proves && attempt <= current =>
+            {
                 let gone = Event::TenantGone { node_id: self.id, allocation_id, attempt };
                 Ok(self.freed(allocation_id, "the agent proved the clean-up", ctx).event(gone))
             }
@@ -491,6 +491,10 @@ impl Node {
         let retired = next.retire_if_drained(ctx);
         let step = Step::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
         retired.into_iter().fold(step, Step::event)
+    }
+
+    fn is_in(&self, allocation_id: AllocationId, phase: &HoldPhase) -> bool {
+        self.holds.get(&allocation_id).is_some_and(|hold| hold.phase == *phase)
     }
 
     fn with_phase(&self, allocation_id: AllocationId, phase: HoldPhase, why: impl Into<String>) -> Step<Self> {

@@ -703,9 +703,7 @@ fn a_quarantine_of_what_was_never_enrolled_can_be_released() {
     node().quarantined().admin(release.clone()).expect("registered");
     node().invited().quarantined().admin(release).expect("bootstrap_issued");
     // And it cannot slip into service from there.
-    let retired = node().quarantined().retired().expect("retired");
-    let refused = retired.refuses(&admin(), Command::Reactivate { reason: "r".into() });
-    assert!(matches!(refused, Rejection::NotInOrder { .. }));
+    assert!(matches!(node().quarantined().refuses(&admin(), retire(false)), Rejection::WrongState { .. }));
 }
 
 #[test]

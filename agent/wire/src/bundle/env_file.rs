@@ -13,9 +13,7 @@ pub enum EnvFileError {
     NotAnAssignment { line: usize },
     #[error("the value that begins on line {line} of the environment file has no closing quote")]
     OpenQuote { line: usize },
-    #[error(
-        "line {line} of the environment file asks the shell to compute something; only plain values are read"
-    )]
+    #[error("line {line} of the environment file asks the shell to compute something; only plain values are read")]
     NotPlain { line: usize },
     #[error("{name} holds a NUL character")]
     Nul { name: String },
@@ -24,21 +22,14 @@ pub enum EnvFileError {
     #[error("{name} is missing from the environment file; install the bootstrap bundle again")]
     Missing { name: &'static str },
     #[error("{name} in the environment file is not {expected}")]
-    Value {
-        name: &'static str,
-        expected: &'static str,
-    },
+    Value { name: &'static str, expected: &'static str },
 }
 
 impl Variables {
     /// The value of `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
-        self.0
-            .iter()
-            .rev()
-            .find(|(key, _)| key == name)
-            .map(|(_, value)| value.as_str())
+        self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
     /// The value of `name`, which has to be there.
@@ -51,9 +42,7 @@ impl Variables {
 
     /// All pairs, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0
-            .iter()
-            .map(|(name, value)| (name.as_str(), value.as_str()))
+        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
     /// One `NAME='value'` line for each pair. A single-quoted value may span lines.
@@ -80,10 +69,7 @@ impl Variables {
     /// # Errors
     /// [`EnvFileError`] with the line.
     pub fn parse(text: &str) -> Result<Self, EnvFileError> {
-        let mut reader = Reader {
-            rest: text,
-            line: 1,
-        };
+        let mut reader = Reader { rest: text, line: 1 };
         let mut variables = Vec::new();
         while let Some(pair) = reader.assignment()? {
             variables.push(pair);
@@ -95,20 +81,13 @@ impl Variables {
 /// Names only: values of an environment file are secrets more often than not.
 impl std::fmt::Debug for Variables {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_set()
-            .entries(self.0.iter().map(|(name, _)| name))
-            .finish()
+        f.debug_set().entries(self.0.iter().map(|(name, _)| name)).finish()
     }
 }
 
 impl<'a> FromIterator<(&'a str, &'a str)> for Variables {
     fn from_iter<I: IntoIterator<Item = (&'a str, &'a str)>>(pairs: I) -> Self {
-        Self(
-            pairs
-                .into_iter()
-                .map(|(name, value)| (name.to_owned(), value.to_owned()))
-                .collect(),
-        )
+        Self(pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
     }
 }
 
@@ -120,9 +99,7 @@ pub fn quote(value: &str) -> String {
 
 fn is_name(name: &str) -> bool {
     let mut chars = name.chars();
-    chars
-        .next()
-        .is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
+    chars.next().is_some_and(|first| first.is_ascii_alphabetic() || first == '_')
         && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
@@ -168,10 +145,7 @@ impl Reader<'_> {
         if let Some(rest) = self.rest.strip_prefix("export ") {
             self.rest = rest.trim_start_matches([' ', '\t']);
         }
-        let (name, rest) = self
-            .rest
-            .split_once('=')
-            .ok_or(EnvFileError::NotAnAssignment { line })?;
+        let (name, rest) = self.rest.split_once('=').ok_or(EnvFileError::NotAnAssignment { line })?;
         if !is_name(name) {
             return Err(EnvFileError::NotAnAssignment { line });
         }
@@ -276,27 +250,17 @@ mod tests {
     #[test]
     fn hostile_values_come_back_unharmed_through_a_real_shell() {
         for value in HOSTILE {
-            let file = Variables::from_iter([("V", value), ("AFTER", "intact")])
-                .render()
-                .unwrap();
-            let shell = Command::new("sh")
-                .args(["-c", &format!("{file}\nprintf '%s|%s' \"$V\" \"$AFTER\"")])
-                .output()
-                .unwrap();
-            assert_eq!(
-                String::from_utf8(shell.stdout).unwrap(),
-                format!("{value}|intact")
-            );
+            let file = Variables::from_iter([("V", value), ("AFTER", "intact")]).render().unwrap();
+            let shell =
+                Command::new("sh").args(["-c", &format!("{file}\nprintf '%s|%s' \"$V\" \"$AFTER\"")]).output().unwrap();
+            assert_eq!(String::from_utf8(shell.stdout).unwrap(), format!("{value}|intact"));
         }
     }
 
     #[test]
     fn what_a_person_writes_by_hand_is_read() {
         let text = "# comment\n\nexport A=plain\nB = no\n";
-        assert_eq!(
-            Variables::parse(text),
-            Err(EnvFileError::NotAnAssignment { line: 4 })
-        );
+        assert_eq!(Variables::parse(text), Err(EnvFileError::NotAnAssignment { line: 4 }));
         let text = "A=bare # why\nB=\"with \\\"quotes\\\" and \\\\\"\nC='a'\\''b'\nD=\nA=later\r\n";
         let variables = Variables::parse(text).unwrap();
         assert_eq!(variables.get("A"), Some("later"));
@@ -307,42 +271,21 @@ mod tests {
 
     #[test]
     fn what_only_a_shell_could_compute_is_refused_with_its_line() {
-        for text in [
-            "A=ok\nB=$HOME",
-            "A=ok\nB=\"`id`\"",
-            "A=ok\nB=x; rm",
-            "A=ok\nB=two words",
-        ] {
-            assert_eq!(
-                Variables::parse(text),
-                Err(EnvFileError::NotPlain { line: 2 }),
-                "{text}"
-            );
+        for text in ["A=ok\nB=$HOME", "A=ok\nB=\"`id`\"", "A=ok\nB=x; rm", "A=ok\nB=two words"] {
+            assert_eq!(Variables::parse(text), Err(EnvFileError::NotPlain { line: 2 }), "{text}");
         }
-        assert_eq!(
-            Variables::parse("A='open"),
-            Err(EnvFileError::OpenQuote { line: 1 })
-        );
+        assert_eq!(Variables::parse("A='open"), Err(EnvFileError::OpenQuote { line: 1 }));
     }
 
     #[test]
     fn names_and_nul_are_refused_before_they_reach_a_file() {
-        assert!(matches!(
-            Variables::from_iter([("A B", "x")]).render(),
-            Err(EnvFileError::Name { .. })
-        ));
-        assert!(matches!(
-            Variables::from_iter([("A", "x\0y")]).render(),
-            Err(EnvFileError::Nul { .. })
-        ));
+        assert!(matches!(Variables::from_iter([("A B", "x")]).render(), Err(EnvFileError::Name { .. })));
+        assert!(matches!(Variables::from_iter([("A", "x\0y")]).render(), Err(EnvFileError::Nul { .. })));
     }
 
     #[test]
     fn debugging_variables_shows_names_and_no_values() {
-        let shown = format!(
-            "{:?}",
-            Variables::from_iter([("SVC_ENROLLMENT_TOKEN", "hunter2")])
-        );
+        let shown = format!("{:?}", Variables::from_iter([("SVC_ENROLLMENT_TOKEN", "hunter2")]));
         assert!(shown.contains("SVC_ENROLLMENT_TOKEN") && !shown.contains("hunter2"));
     }
 

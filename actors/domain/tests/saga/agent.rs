@@ -1,0 +1,81 @@
+//! A node's agent and the machine under it: which tenants really are there.
+
+use domain::machine::Timestamp;
+use domain::node::{Order, Verdict, What};
+use domain::{AllocationId, TaskId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A throw with which everything goes well.
+pub(crate) const LUCKY: u8 = 11;
+
+#[derive(Default)]
+pub(crate) struct Agent {
+    pub(crate) serial: String,
+    pub(crate) token: Option<[u8; 32]>,
+    /// Taken from a poll and not yet done.
+    pub(crate) taken: Vec<Order>,
+    /// Its journal: what it has done, so that it does nothing twice.
+    done: BTreeSet<(TaskId, u32)>,
+    /// Allocations that it was told to clean up: it sets none of them up afterwards.
+    cleaned: BTreeSet<AllocationId>,
+    /// Results not yet reported.
+    pub(crate) results: Vec<(TaskId, u32, Verdict)>,
+    /// The tenants that really are on the machine, and their GPUs.
+    pub(crate) tenants: BTreeMap<AllocationId, Vec<String>>,
+    /// How often each task took effect.
+    pub(crate) effects: BTreeMap<(TaskId, u32), u32>,
+}
+
+impl Agent {
+    pub(crate) fn take(&mut self, orders: Vec<Order>) {
+        for order in orders {
+            let task = (order.work.task_id, order.work.attempt);
+            let known = self.done.contains(&task)
+                || self.taken.iter().any(|taken| (taken.work.task_id, taken.work.attempt) == task);
+            if !known {
+                self.taken.push(order);
+            }
+        }
+    }
+
+    /// Does one of the tasks; `luck` says how it goes.
+    pub(crate) fn work(&mut self, which: usize, luck: u8, now: Timestamp) {
+        if self.taken.is_empty() {
+            return;
+        }
+        let order = self.taken.remove(which % self.taken.len());
+        let task = (order.work.task_id, order.work.attempt);
+        if !self.done.insert(task) {
+            return;
+        }
+        let failed = |code: &str| Verdict::Failed { code: code.to_owned(), message: format!("{code}, by bad luck") };
+        let verdict = match order.what {
+            What::Provision { .. } if self.cleaned.contains(&order.allocation_id) => failed("cleaned_up_before"),
+            What::Provision { .. } if now >= order.work.deadline_at => failed("too_late"),
+            What::Provision { .. } => {
+                *self.effects.entry(task).or_default() += 1;
+                let gpus = order.placed.devices.iter().map(|device| device.uuid.clone()).collect();
+                // Even where it fails, something may be there.
+                self.tenants.insert(order.allocation_id, gpus);
+                if luck.is_multiple_of(4) { failed("setup") } else { Verdict::Succeeded { proof: None } }
+            }
+            What::Release => {
+                *self.effects.entry(task).or_default() += 1;
+                self.cleaned.insert(order.allocation_id);
+                match luck % 6 {
+                    0 | 1 => failed("remains"),
+                    2 => Verdict::Succeeded { proof: None },
+                    _ => {
+                        self.tenants.remove(&order.allocation_id);
+                        Verdict::Succeeded { proof: Some(order.allocation_id) }
+                    }
+                }
+            }
+        };
+        self.results.push((task.0, task.1, verdict));
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.taken.is_empty() && self.results.is_empty()
+    }
+}

@@ -1,0 +1,120 @@
+//! The end of every run: messages arrive, agents work, operators do what they are asked to, time goes on. Then everything must
+//! come to rest, with nothing left behind.
+
+use crate::world::{World, admin};
+use chrono::TimeDelta;
+use domain::allocation::{self, AfterFailure, Phase};
+use domain::machine::Machine;
+use domain::node::{self, Life};
+use domain::{AllocationId, NodeId, invariant};
+
+/// More rounds than any saga takes: each goes on to somebody's next instant.
+const ROUNDS: usize = 400;
+
+impl World {
+    pub(crate) fn settle(&mut self) {
+        self.come_to_rest("every allocation is had, or is over", |world| {
+            world.allocations.values().all(|it| matches!(it.phase, Phase::Active { .. } | Phase::Released { .. }))
+        });
+        let had: Vec<AllocationId> =
+            self.allocations.values().filter(|it| it.state() == "active").map(|it| it.id).collect();
+        for id in had {
+            self.release(id);
+        }
+        self.come_to_rest("everything is given back", |world| {
+            world.allocations.values().all(|it| matches!(it.phase, Phase::Released { .. }))
+                && world.nodes.values().all(|node| node.holds.is_empty())
+        });
+        for tenant in self.tenants.values() {
+            assert!(tenant.live.is_empty(), "{} still counts {:?}", tenant.user_id, tenant.live);
+        }
+        for (id, agent) in &self.agents {
+            assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "somebody is left on {id}");
+        }
+        self.come_back();
+    }
+
+    fn come_to_rest(&mut self, what: &str, rested: impl Fn(&Self) -> bool) {
+        for _ in 0..ROUNDS {
+            self.deliver_all();
+            let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
+            nodes.into_iter().for_each(|id| self.healthy(id));
+            self.operators_do_their_part();
+            self.check();
+            self.failures_close_their_nodes();
+            let idle = self.agents.values().all(|agent| agent.is_idle());
+            if self.bus_is_empty() && idle && rested(self) {
+                return;
+            }
+            let next = self.allocations.values().filter_map(Machine::timer).min();
+            let wait = next.map_or(TimeDelta::zero(), |at| at - self.now);
+            self.pass(wait.clamp(TimeDelta::seconds(1), TimeDelta::seconds(30)));
+        }
+        panic!("never came to this: {what}\n{}", self.picture());
+    }
+
+    /// A failed release that waits for a person gets its person.
+    fn operators_do_their_part(&mut self) {
+        let waiting: Vec<AllocationId> = self
+            .allocations
+            .values()
+            .filter(|it| matches!(it.phase, Phase::ReleaseFailed { next: AfterFailure::Operator(_), .. }))
+            .map(|it| it.id)
+            .collect();
+        for id in waiting {
+            let retry = allocation::Command::RetryRelease { reason: "repaired".into() };
+            self.tell_allocation(id, &admin(), retry).unwrap();
+        }
+    }
+
+    /// Once all that was said is heard, a node with a failed release takes nobody new, and nobody unknown is on any node.
+    fn failures_close_their_nodes(&self) {
+        if !self.bus_is_empty() {
+            return;
+        }
+        for it in self.allocations.values() {
+            if let Phase::ReleaseFailed { node_id, .. } = &it.phase {
+                let node = &self.nodes[node_id];
+                assert_eq!(node.gpus_free(), 0, "a failed release on an open node\n{}", self.picture());
+            }
+        }
+        for node in self.nodes.values() {
+            assert!(invariant::each_gpu_is_held_once(node));
+        }
+    }
+
+    /// What is not removed can come back into service, and has all its GPUs.
+    fn come_back(&mut self) {
+        let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
+        for id in nodes {
+            self.healthy(id);
+            if matches!(self.nodes[&id].life, Life::Quarantined { .. }) {
+                let release = node::Command::ReleaseQuarantine { reason: "repaired".into() };
+                // One whose identity expired in quarantine has nothing to be heard with: it is retired and removed.
+                if let Err(refused) = self.tell_node(id, &admin(), release) {
+                    assert!(matches!(refused, node::Rejection::NotInOrder { .. }), "{refused}");
+                    self.tell_node(id, &admin(), node::Command::Retire { reason: "r".into(), drain: false }).unwrap();
+                    self.tell_node(id, &admin(), node::Command::Remove { reason: "r".into() }).unwrap();
+                }
+            }
+            match self.nodes[&id].life {
+                Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. } => self.onboard(id),
+                Life::Retired => {
+                    let _ = self.tell_node(id, &admin(), node::Command::Reactivate { reason: "r".into() });
+                }
+                Life::Active
+                | Life::Offline
+                | Life::Draining { .. }
+                | Life::Quarantined { .. }
+                | Life::Removing { .. }
+                | Life::Removed => {}
+            }
+            self.healthy(id);
+            let node = &self.nodes[&id];
+            let gone = node.life.is_gone();
+            assert!(gone || node.gpus_free() == node.registration.gpus_total, "{}", self.picture());
+        }
+        self.deliver_all();
+        assert_eq!(self.on_the_bus().count(), 0);
+    }
+}

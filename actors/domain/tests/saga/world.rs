@@ -1,0 +1,697 @@
+//! The world: entities, the messages between them, and the hands that move them.
+
+use crate::agent::{Agent, LUCKY};
+use crate::moves::Move;
+use chrono::TimeDelta;
+use domain::allocation::{self, Allocation};
+use domain::authz::{Caller, Role};
+use domain::event::Reaction;
+use domain::machine::{Machine, Timestamp};
+use domain::money::Price;
+use domain::node::{self, HealthStatus, HoldPhase, Life, Node};
+use domain::placement::{self, Candidate, Wanted};
+use domain::policy::{Key, PolicyBook, Scope, Value};
+use domain::tenant::{self, AskedScopes, Tenant};
+use domain::{AllocationId, Ctx, Event, NodeId, Principal, SkuId, Step, TokenId, invariant};
+use std::collections::{BTreeMap, BTreeSet};
+use uuid::Uuid;
+
+pub(crate) const NODES: u128 = 3;
+const GPUS: u32 = 4;
+const USERS: u8 = 3;
+const QUOTA: i64 = 4;
+/// So that a run stays readable; a world has no other bound.
+const MOST_LIVE: usize = 14;
+
+/// Is an event's command applied once for each event, as the store sees to, or as often as it comes?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    Once,
+    Again,
+}
+
+/// A message on its way, and how far its reaction has come.
+#[derive(Clone, Debug)]
+struct Message {
+    id: u64,
+    event: Event,
+    placing: Placing,
+}
+
+/// A placement takes several steps, between which anything may happen.
+#[derive(Clone, Debug)]
+enum Placing {
+    Admit,
+    Ask { nodes: Vec<NodeId>, suggestion: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Done {
+    Wholly,
+    /// More is to be done.
+    Partly(Vec<NodeId>, String),
+}
+
+pub(crate) struct World {
+    pub(crate) now: Timestamp,
+    policy: PolicyBook,
+    delivery: Delivery,
+    pub(crate) nodes: BTreeMap<NodeId, Node>,
+    pub(crate) allocations: BTreeMap<AllocationId, Allocation>,
+    pub(crate) tenants: BTreeMap<String, Tenant>,
+    pub(crate) agents: BTreeMap<NodeId, Agent>,
+    bus: Vec<Message>,
+    /// Which events' commands were applied, and to whom.
+    applied: BTreeSet<(u64, Uuid, &'static str)>,
+    /// How many enrollments each token bought.
+    bought: BTreeMap<[u8; 32], u32>,
+    counter: u64,
+    pub(crate) reached: BTreeSet<String>,
+}
+
+pub(crate) fn admin() -> Principal {
+    person("root", Role::Admin)
+}
+
+fn person(user_id: &str, role: Role) -> Principal {
+    Principal::Caller(Caller {
+        user_id: user_id.to_owned(),
+        roles: [role].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+    })
+}
+
+fn pick<K: Copy + Ord, V>(map: &BTreeMap<K, V>, which: u8) -> Option<K> {
+    map.keys().nth(usize::from(which) % map.len().max(1)).copied()
+}
+
+impl World {
+    pub(crate) fn new(delivery: Delivery) -> Self {
+        let now = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
+        let mut policy = PolicyBook::default();
+        policy.set(Key::AllocationMaxConcurrent, Scope::Global, now, Value::Int(QUOTA)).unwrap();
+        policy.set(Key::AllocationReleaseMaxAttempts, Scope::Global, now, Value::Int(3)).unwrap();
+        policy.set(Key::AllocationReleaseTimeout, Scope::Global, now, Value::Int(120)).unwrap();
+        let mut world = Self {
+            now,
+            policy,
+            delivery,
+            nodes: BTreeMap::new(),
+            allocations: BTreeMap::new(),
+            tenants: BTreeMap::new(),
+            agents: BTreeMap::new(),
+            bus: Vec::new(),
+            applied: BTreeSet::new(),
+            bought: BTreeMap::new(),
+            counter: 0,
+            reached: BTreeSet::new(),
+        };
+        for n in 1..=NODES {
+            let id = NodeId(Uuid::from_u128(n));
+            world.agents.insert(id, Agent::default());
+            world.register(id);
+            // The last one is left for the moves to onboard.
+            if n < NODES {
+                world.onboard(id);
+            }
+        }
+        world
+    }
+
+    fn next(&mut self) -> u64 {
+        self.counter += 1;
+        self.counter
+    }
+
+    /// Decides, and makes durable what was decided.
+    fn decide<M: Machine + PartialEq>(
+        &mut self,
+        id: Uuid,
+        state: Option<&M>,
+        by: &Principal,
+        command: M::Command,
+    ) -> Result<(Option<M>, M::Reply), M::Rejection> {
+        let seed = u128::from(self.next()).wrapping_mul(0xD134_2543_DE82_EF95_A0B1_C2D3_E4F5_0617);
+        let ctx = Ctx {
+            now: self.now,
+            policy: &self.policy,
+            by,
+            correlation_id: "saga",
+            seed,
+            id,
+            version: i64::from(state.is_some()),
+        };
+        let Step { next, events, audit, effects: _, reply, why } = M::decide(state, command, &ctx)?;
+        let Some(next) = next else {
+            assert!(events.is_empty() && audit.is_empty(), "what is not written is lost");
+            return Ok((None, reply));
+        };
+        assert!(!why.is_empty(), "the history says why");
+        let kept = serde_json::to_string(&next).unwrap();
+        assert_eq!(serde_json::from_str::<M>(&kept).unwrap(), next, "a snapshot decodes to what was decided");
+        self.reached.insert(format!("{} {}", M::KIND, next.state()));
+        for event in events {
+            let kept = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&kept).unwrap(), event);
+            self.reached.insert(format!("event {}", event.subject()));
+            let id = self.next();
+            self.bus.push(Message { id, event, placing: Placing::Admit });
+        }
+        Ok((Some(next), reply))
+    }
+
+    pub(crate) fn tell_node(
+        &mut self,
+        id: NodeId,
+        by: &Principal,
+        command: node::Command,
+    ) -> Result<node::Reply, node::Rejection> {
+        let state = self.nodes.get(&id).cloned();
+        let (next, reply) = self.decide(id.0, state.as_ref(), by, command)?;
+        if let Some(next) = next {
+            for hold in next.holds.values() {
+                let phase = match hold.phase {
+                    HoldPhase::Reserved => "reserved",
+                    HoldPhase::Provisioning { .. } => "provisioning",
+                    HoldPhase::Ready => "ready",
+                    HoldPhase::SetupFailed { .. } => "setup_failed",
+                    HoldPhase::Releasing { .. } => "releasing",
+                    HoldPhase::ReleaseFailed { .. } => "release_failed",
+                    HoldPhase::Abandoned { .. } => "abandoned",
+                };
+                self.reached.insert(format!("hold {phase}"));
+            }
+            if !next.fenced_by.is_empty() {
+                self.reached.insert("node fenced".to_owned());
+            }
+            self.nodes.insert(id, next);
+        }
+        Ok(reply)
+    }
+
+    pub(crate) fn tell_allocation(
+        &mut self,
+        id: AllocationId,
+        by: &Principal,
+        command: allocation::Command,
+    ) -> Result<(), allocation::Rejection> {
+        let state = self.allocations.get(&id).cloned();
+        let (next, _) = self.decide(id.0, state.as_ref(), by, command)?;
+        if let Some(next) = next {
+            self.allocations.insert(id, next);
+        }
+        Ok(())
+    }
+
+    fn tell_tenant(&mut self, user_id: &str, command: tenant::Command) -> Result<(), tenant::Rejection> {
+        let state = self.tenants.get(user_id).cloned();
+        let (next, _) = self.decide(Uuid::nil(), state.as_ref(), &Principal::system("worker"), command)?;
+        if let Some(next) = next {
+            self.tenants.insert(user_id.to_owned(), next);
+        }
+        Ok(())
+    }
+
+    // ---- What happens ----
+
+    pub(crate) fn make(&mut self, step: Move) {
+        match step {
+            Move::Deliver { which, again } => self.deliver(usize::from(which), again),
+            Move::DeliverAll => self.deliver_all(),
+            Move::WorkerDies { which } => {
+                let count = self.bus.len().max(1);
+                if let Some(message) = self.bus.get_mut(usize::from(which) % count) {
+                    message.placing = Placing::Admit;
+                }
+            }
+            Move::Pass { seconds } => self.pass(TimeDelta::seconds(seconds.into())),
+            Move::PassToTimer { slack } => {
+                if let Some(timer) = self.next_timer() {
+                    self.pass((timer - self.now).max(TimeDelta::zero()) + TimeDelta::seconds(slack.into()));
+                }
+            }
+            Move::TickAllocation { which } => {
+                if let Some(id) = pick(&self.allocations, which) {
+                    self.tick_allocation(id);
+                }
+            }
+            Move::TickNode { which } => {
+                if let Some(id) = pick(&self.nodes, which) {
+                    self.tick_node(id);
+                }
+            }
+            Move::Request { user, gpus, queue, wish } => self.request(user, gpus, queue, wish),
+            Move::Release { which } => {
+                if let Some(id) = self.pick_allocation(which, |_| true) {
+                    self.release(id);
+                }
+            }
+            Move::RetryRelease { which } => {
+                if let Some(id) = self.pick_allocation(which, |it| it.state() == "release_failed") {
+                    self.tell_allocation(id, &admin(), allocation::Command::RetryRelease { reason: "r".into() })
+                        .unwrap();
+                }
+            }
+            Move::ForceRelease { which } => {
+                if let Some(id) = self.pick_allocation(which, |it| it.state() == "release_failed") {
+                    self.tell_allocation(id, &admin(), allocation::Command::ForceRelease { reason: "r".into() })
+                        .unwrap();
+                }
+            }
+            Move::Invite { node } => self.invite(self.node(node)),
+            Move::Enroll { node, stale } => self.enroll(self.node(node), stale),
+            Move::Retire { node, drain } => self.admin(node, node::Command::Retire { reason: "r".into(), drain }),
+            Move::Reactivate { node } => self.admin(node, node::Command::Reactivate { reason: "r".into() }),
+            Move::Remove { node } => self.admin(node, node::Command::Remove { reason: "r".into() }),
+            Move::Quarantine { node } => self.admin(node, node::Command::Quarantine { reason: "r".into() }),
+            Move::ReleaseQuarantine { node } => {
+                self.admin(node, node::Command::ReleaseQuarantine { reason: "r".into() })
+            }
+            Move::Poll { node } => self.poll(self.node(node)),
+            Move::Heartbeat { node, mood } => {
+                let (health, gpus) = match mood {
+                    0..=9 => (HealthStatus::Critical, GPUS),
+                    10..=14 => (HealthStatus::Ok, GPUS - 1),
+                    15..=40 => (HealthStatus::Warning, GPUS),
+                    41.. => (HealthStatus::Ok, GPUS),
+                };
+                self.heartbeat(self.node(node), health, gpus);
+            }
+            Move::Work { node, which, luck } => {
+                let (id, now) = (self.node(node), self.now);
+                self.agents.get_mut(&id).unwrap().work(usize::from(which), luck, now);
+            }
+            Move::Report { node, which, again } => self.report(self.node(node), usize::from(which), again),
+            Move::Diligent { node, luck } => {
+                let id = self.node(node);
+                self.diligent(id, luck);
+            }
+        }
+    }
+
+    fn node(&self, which: u8) -> NodeId {
+        pick(&self.nodes, which).unwrap()
+    }
+
+    /// An allocation that is not over and is as wanted, if there is one.
+    fn pick_allocation(&self, which: u8, wanted: impl Fn(&Allocation) -> bool) -> Option<AllocationId> {
+        let found: Vec<_> =
+            self.allocations.values().filter(|it| it.state() != "released" && wanted(it)).map(|it| it.id).collect();
+        found.get(usize::from(which) % found.len().max(1)).copied()
+    }
+
+    fn admin(&mut self, node: u8, command: node::Command) {
+        let id = self.node(node);
+        let before = self.nodes[&id].clone();
+        if self.tell_node(id, &admin(), command).is_err() {
+            assert_eq!(self.nodes[&id], before, "a rejection changes nothing");
+        }
+    }
+
+    fn request(&mut self, user: u8, gpus: u8, queue: u8, wish: u8) {
+        if self.allocations.values().filter(|it| it.state() != "released").count() >= MOST_LIVE {
+            return;
+        }
+        let user_id = format!("user-{}", user % USERS);
+        let id = AllocationId(Uuid::from_u128(0xA000_0000 + u128::from(self.next())));
+        let request = allocation::Request {
+            user_id: user_id.clone(),
+            org_id: None,
+            project_id: None,
+            plan: None,
+            sku_id: SkuId(Uuid::nil()),
+            sku: "h100x4".into(),
+            region_code: (wish % 8 == 7).then(|| "mars".into()),
+            node_id: (wish % 8 == 6).then(|| self.node(wish)),
+            gpu_count: 1 + u32::from(gpus) % (GPUS + 1),
+            ssh_keys: Vec::new(),
+            isolation_model: "user-revoke".into(),
+            price: Price::new("EUR", 100).unwrap(),
+            queue_seconds: queue.is_multiple_of(3).then_some(u32::from(queue) / 4),
+        };
+        let command = allocation::Command::Request(Box::new(request));
+        self.tell_allocation(id, &person(&user_id, Role::User), command).unwrap();
+    }
+
+    pub(crate) fn release(&mut self, id: AllocationId) {
+        let user_id = self.allocations[&id].asked.user_id.clone();
+        self.tell_allocation(id, &person(&user_id, Role::User), allocation::Command::Release { issue: None }).unwrap();
+    }
+
+    // ---- Time ----
+
+    pub(crate) fn pass(&mut self, time: TimeDelta) {
+        self.now += time;
+        let due = |timer: Option<Timestamp>| timer.is_some_and(|at| at <= self.now);
+        let nodes: Vec<_> = self.nodes.values().filter(|it| due(it.timer())).map(|it| it.id).collect();
+        let allocations: Vec<_> = self.allocations.values().filter(|it| due(it.timer())).map(|it| it.id).collect();
+        nodes.into_iter().for_each(|id| self.tick_node(id));
+        allocations.into_iter().for_each(|id| self.tick_allocation(id));
+    }
+
+    fn next_timer(&self) -> Option<Timestamp> {
+        let nodes = self.nodes.values().filter_map(Machine::timer);
+        nodes.chain(self.allocations.values().filter_map(Machine::timer)).min()
+    }
+
+    fn tick_node(&mut self, id: NodeId) {
+        self.tell_node(id, &Principal::system("timer"), node::Command::Tick).unwrap();
+    }
+
+    fn tick_allocation(&mut self, id: AllocationId) {
+        self.tell_allocation(id, &Principal::system("timer"), allocation::Command::Tick).unwrap();
+    }
+
+    // ---- The bus and the workers ----
+
+    pub(crate) fn bus_is_empty(&self) -> bool {
+        self.bus.is_empty()
+    }
+
+    pub(crate) fn on_the_bus(&self) -> impl Iterator<Item = &Event> {
+        self.bus.iter().map(|message| &message.event)
+    }
+
+    pub(crate) fn deliver_all(&mut self) {
+        while !self.bus.is_empty() {
+            self.deliver(0, false);
+        }
+    }
+
+    fn deliver(&mut self, which: usize, again: bool) {
+        if self.bus.is_empty() {
+            return;
+        }
+        let message = self.bus.remove(which % self.bus.len());
+        match self.react(&message) {
+            Done::Wholly if again => self.bus.push(Message { placing: Placing::Admit, ..message }),
+            Done::Wholly => {}
+            Done::Partly(nodes, suggestion) => {
+                self.bus.push(Message { placing: Placing::Ask { nodes, suggestion }, ..message });
+            }
+        }
+    }
+
+    /// True the first time, or whenever nothing counts.
+    fn first(&mut self, message: &Message, entity: Uuid, command: &'static str) -> bool {
+        self.delivery == Delivery::Again || !self.applied.contains(&(message.id, entity, command))
+    }
+
+    fn react(&mut self, message: &Message) -> Done {
+        let worker = Principal::system("provisioning");
+        match message.event.reaction() {
+            Reaction::Nothing => {}
+            Reaction::Place(allocation_id) => return self.place(message, allocation_id),
+            Reaction::Node(id, command) => {
+                if self.first(message, id.0, "") {
+                    self.tell_node(id, &worker, command).expect("the saga's orders are never refused");
+                    self.applied.insert((message.id, id.0, ""));
+                }
+            }
+            Reaction::Allocation(id, command) => {
+                if self.first(message, id.0, "") {
+                    self.tell_allocation(id, &worker, command).expect("the saga's facts are never refused");
+                    self.applied.insert((message.id, id.0, ""));
+                }
+            }
+            Reaction::Tenant { user_id, command } => {
+                if self.first(message, Uuid::nil(), "") {
+                    self.tell_tenant(&user_id, command).unwrap();
+                    self.applied.insert((message.id, Uuid::nil(), ""));
+                }
+            }
+        }
+        Done::Wholly
+    }
+
+    /// One step of the provisioning worker: count, or ask one node, or say how it went. It reads the allocation once, when it
+    /// begins; what happens meanwhile it does not see.
+    fn place(&mut self, message: &Message, id: AllocationId) -> Done {
+        let asked = self.allocations[&id].asked.clone();
+        match &message.placing {
+            Placing::Admit => {
+                let command = tenant::Command::Admit {
+                    user_id: asked.user_id.clone(),
+                    allocation_id: id,
+                    scopes: AskedScopes { org_id: None, project_id: None, plan: None },
+                };
+                if self.first(message, Uuid::nil(), "admit") {
+                    match self.tell_tenant(&asked.user_id, command) {
+                        Ok(()) => {
+                            self.applied.insert((message.id, Uuid::nil(), "admit"));
+                        }
+                        Err(tenant::Rejection::OverQuota { limit }) => {
+                            self.reached.insert("tenant over quota".to_owned());
+                            return self.conclude(message, id, allocation::Command::OverQuota { limit });
+                        }
+                        Err(other) => panic!("{other}"),
+                    }
+                }
+                let candidates: Vec<_> = self.nodes.values().map(|node| Candidate::of(node, id)).collect();
+                let wanted = Wanted {
+                    node_id: asked.node_id,
+                    region_code: asked.region_code.as_deref(),
+                    gpu_count: asked.gpu_count,
+                };
+                let nodes = placement::order(&candidates, &wanted, u128::from(message.id));
+                Done::Partly(nodes, placement::suggestion(&candidates, &wanted))
+            }
+            Placing::Ask { nodes, suggestion } => {
+                let Some((first, rest)) = nodes.split_first() else {
+                    let suggestion = Some(suggestion.clone());
+                    return self.conclude(message, id, allocation::Command::NoCapacity { suggestion });
+                };
+                if !self.first(message, first.0, "reserve") {
+                    return Done::Wholly;
+                }
+                let command =
+                    node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys: asked.ssh_keys };
+                match self.tell_node(*first, &Principal::system("provisioning"), command) {
+                    Ok(_) => {
+                        self.applied.insert((message.id, first.0, "reserve"));
+                        Done::Wholly
+                    }
+                    Err(node::Rejection::NotSchedulable { .. } | node::Rejection::NotEnoughGpus { .. }) => {
+                        Done::Partly(rest.to_vec(), suggestion.clone())
+                    }
+                    Err(other) => panic!("{other}"),
+                }
+            }
+        }
+    }
+
+    fn conclude(&mut self, message: &Message, id: AllocationId, command: allocation::Command) -> Done {
+        if self.first(message, id.0, "conclude") {
+            self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
+            self.applied.insert((message.id, id.0, "conclude"));
+        }
+        Done::Wholly
+    }
+
+    // ---- Nodes and their agents ----
+
+    fn register(&mut self, id: NodeId) {
+        let registration = node::Registration {
+            host: format!("node-{id}"),
+            port: 22,
+            ssh_username: "ops".into(),
+            ssh_public_key: "ssh-ed25519 AAAA".into(),
+            ssh_key_fingerprint: "SHA256:x".into(),
+            sku: node::Promise {
+                sku_id: SkuId(Uuid::nil()),
+                name: "h100x4".into(),
+                gpu_model: "H100".into(),
+                gpu_memory_mib: 80_000,
+                gpu_count: GPUS,
+                allowed_regions: vec!["eu".into()],
+            },
+            region_code: "eu".into(),
+            gpus_total: GPUS,
+            onboarding_mode: node::OnboardingMode::Manual,
+        };
+        let command = node::Command::Register { registration: Box::new(registration), probe: None };
+        self.tell_node(id, &admin(), command).unwrap();
+    }
+
+    pub(crate) fn onboard(&mut self, id: NodeId) {
+        self.invite(id);
+        self.enroll(id, false);
+        self.poll(id);
+    }
+
+    fn invite(&mut self, id: NodeId) {
+        let mut token_sha256 = [0; 32];
+        token_sha256[..8].copy_from_slice(&self.next().to_be_bytes());
+        let token_id = TokenId(Uuid::from_u128(self.counter.into()));
+        let command = node::Command::IssueToken { token_id, token_sha256, ttl_seconds: None };
+        if self.tell_node(id, &admin(), command).is_ok() {
+            self.agents.get_mut(&id).unwrap().token = Some(token_sha256);
+        }
+    }
+
+    fn enroll(&mut self, id: NodeId, stale: bool) {
+        let Some(token_sha256) = self.agents[&id].token else { return };
+        let token_sha256 = if stale { [9; 32] } else { token_sha256 };
+        let serial = format!("{:x}", self.next());
+        let command = node::Command::Enroll(Box::new(node::Enrollment {
+            token_sha256,
+            issued: node::Certificate {
+                serial: serial.clone(),
+                not_after: self.now + TimeDelta::days(3650),
+                generation: 0,
+            },
+            recovery_public_key: "k".into(),
+            boot_id: "boot".into(),
+            agent_version: "1".into(),
+            protocol: 3,
+            inventory: inventory(id, GPUS),
+        }));
+        if self.tell_node(id, &Principal::Node(id), command).is_ok() {
+            assert!(!stale, "a token that was never issued buys nothing");
+            *self.bought.entry(token_sha256).or_default() += 1;
+            self.agents.get_mut(&id).unwrap().serial = serial;
+        }
+    }
+
+    fn poll(&mut self, id: NodeId) {
+        let serial = self.agents[&id].serial.clone();
+        if let Ok(node::Reply::Work { orders }) =
+            self.tell_node(id, &Principal::Node(id), node::Command::Poll { serial })
+        {
+            self.agents.get_mut(&id).unwrap().take(orders);
+        }
+    }
+
+    pub(crate) fn heartbeat(&mut self, id: NodeId, status: HealthStatus, gpus: u32) {
+        let command = node::Command::Heartbeat {
+            serial: self.agents[&id].serial.clone(),
+            seen: Box::new(node::Seen {
+                boot_id: "boot".into(),
+                agent_version: "1".into(),
+                protocol: 3,
+                last_seen_at: self.now,
+                silent_at: self.now,
+            }),
+            inventory: Box::new(inventory(id, gpus)),
+            health: Box::new(node::Health { status, alerts: Vec::new() }),
+        };
+        // A node without an identity is told so; it has nothing else to say.
+        let _ = self.tell_node(id, &Principal::Node(id), command);
+    }
+
+    pub(crate) fn healthy(&mut self, id: NodeId) {
+        self.heartbeat(id, HealthStatus::Ok, GPUS);
+        self.diligent(id, LUCKY);
+    }
+
+    fn report(&mut self, id: NodeId, which: usize, again: bool) {
+        let agent = self.agents.get_mut(&id).unwrap();
+        if agent.results.is_empty() {
+            return;
+        }
+        let (task_id, attempt, verdict) = agent.results.remove(which % agent.results.len());
+        if again {
+            agent.results.push((task_id, attempt, verdict.clone()));
+        }
+        let serial = agent.serial.clone();
+        let before = self.nodes[&id].clone();
+        let command = node::Command::Report { serial, task_id, attempt, verdict };
+        match self.tell_node(id, &Principal::Node(id), command) {
+            Ok(_) => {}
+            // Told twice, or too late: the agent forgets it either way.
+            Err(node::Rejection::TaskUnknown | node::Rejection::StaleAttempt { .. } | node::Rejection::Removed) => {
+                assert_eq!(self.nodes[&id], before, "a rejection changes nothing");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    fn diligent(&mut self, id: NodeId, luck: u8) {
+        self.poll(id);
+        let now = self.now;
+        let agent = self.agents.get_mut(&id).unwrap();
+        while !agent.taken.is_empty() {
+            agent.work(0, luck, now);
+        }
+        while !self.agents[&id].results.is_empty() {
+            self.report(id, 0, false);
+        }
+    }
+
+    // ---- What must always hold ----
+
+    #[track_caller]
+    pub(crate) fn check(&self) {
+        assert!(invariant::i2_a_gpu_has_one_tenant(&self.nodes, &self.allocations), "I2\n{}", self.picture());
+        assert!(invariant::i4_a_token_is_consumed_once(&self.bought), "I4");
+        for node in self.nodes.values() {
+            let transient = invariant::node_is_transient(node);
+            assert!(invariant::i8_what_is_transient_has_an_end(node, transient), "I8 {node:?}");
+        }
+        for it in self.allocations.values() {
+            let transient = invariant::allocation_is_transient(it);
+            assert!(invariant::i8_what_is_transient_has_an_end(it, transient), "I8 {it:?}");
+        }
+        for (id, agent) in &self.agents {
+            assert!(invariant::i5_a_task_takes_effect_once(&agent.effects), "I5");
+            let node = &self.nodes[id];
+            if node.life.is_gone() {
+                continue;
+            }
+            // I2 in the flesh: whoever is on the machine is known to be there, on the GPUs that it was given.
+            for (tenant, gpus) in &agent.tenants {
+                let held: Option<Vec<_>> = node
+                    .holds
+                    .get(tenant)
+                    .map(|hold| hold.placed.devices.iter().map(|device| device.uuid.clone()).collect());
+                assert_eq!(held.as_ref(), Some(gpus), "a tenant that nobody knows of\n{}", self.picture());
+            }
+        }
+    }
+
+    /// The states through which the `n`th allocation went.
+    pub(crate) fn history(&self, n: usize) -> impl Iterator<Item = &str> {
+        self.allocations.values().nth(n).unwrap().history.iter().map(|entry| entry.state.as_str())
+    }
+
+    pub(crate) fn picture(&self) -> String {
+        let nodes = self.nodes.values().map(|node| {
+            let holds: Vec<_> = node.holds.iter().map(|(id, hold)| format!("    {id} {:?}", hold.phase)).collect();
+            let life = if let Life::Quarantined { was } = &node.life {
+                format!("quarantined, was {}", was.name())
+            } else {
+                node.state().to_owned()
+            };
+            format!("{} {life} fenced by {:?}\n{}", node.id, node.fenced_by, holds.join("\n"))
+        });
+        let allocations = self
+            .allocations
+            .values()
+            .filter(|it| it.state() != "released")
+            .map(|it| format!("{} {:?} {:?}", it.id, it.phase, it.history));
+        let bus = self.bus.iter().map(|message| format!("{:?}", message.event));
+        nodes.chain(allocations).chain(bus).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn inventory(id: NodeId, gpus: u32) -> node::Inventory {
+    node::Inventory {
+        gpus: (0..gpus)
+            .map(|index| node::Gpu {
+                index,
+                uuid: format!("GPU-{}-{index}", id.0.as_u128()),
+                model: "H100".into(),
+                memory_mib: 80_000,
+            })
+            .collect(),
+        gpu_source: "simulated".into(),
+        executor: "sandbox".into(),
+        // One of the machines cannot keep its tenants apart.
+        isolates_devices: id.0.as_u128() != 2,
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+    }
+}

@@ -1,0 +1,79 @@
+//! Entities with an end in sight, for whoever looks at the supervision tree.
+
+use super::entity::{kind, shard};
+use super::{PAGE_MAX, Reads};
+use crate::error::{Doing, StoreError};
+use domain::id::{EntityRef, Kind, Shard};
+use domain::machine::Timestamp;
+use sqlx::postgres::PgRow;
+use sqlx::{Postgres, QueryBuilder, Row};
+
+/// An entity, its state, and what it waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    pub entity: EntityRef,
+    pub shard: Shard,
+    pub version: i64,
+    pub state: String,
+    pub updated_at: Timestamp,
+    pub deadline_at: Option<Timestamp>,
+    pub reason: Option<String>,
+}
+
+/// Which of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaitingFilter {
+    pub kind: Option<Kind>,
+    pub state: Option<String>,
+    /// Those whose deadline has passed at this instant.
+    pub overdue_at: Option<Timestamp>,
+    /// These, whatever they wait for.
+    pub ids: Option<Vec<uuid::Uuid>>,
+}
+
+impl Reads {
+    /// Entities by what they wait for, the nearest deadline first. With neither kind, state nor ids: only those that have a
+    /// deadline.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn waiting(&self, filter: &WaitingFilter, limit: u32) -> Result<Vec<Waiting>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(
+            "SELECT entity.id, entity.kind, entity.shard, entity.version, entity.state, entity.updated_at,
+                    deadline.deadline_at, deadline.reason
+             FROM entity LEFT JOIN deadline ON deadline.entity = entity.id WHERE entity.kind = ANY (",
+        );
+        let kinds: Vec<&str> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
+        query.push_bind(kinds).push(")");
+        if let Some(kind) = filter.kind {
+            query.push(" AND entity.kind = ").push_bind(kind.as_str());
+        }
+        if let Some(state) = &filter.state {
+            query.push(" AND entity.state = ").push_bind(state);
+        }
+        if let Some(ids) = &filter.ids {
+            query.push(" AND entity.id = ANY (").push_bind(ids).push(")");
+        }
+        if let Some(at) = filter.overdue_at {
+            query.push(" AND deadline.deadline_at < ").push_bind(at);
+        } else if filter.kind.is_none() && filter.state.is_none() && filter.ids.is_none() {
+            query.push(" AND deadline.deadline_at IS NOT NULL");
+        }
+        query.push(" ORDER BY deadline.deadline_at NULLS LAST, entity.id LIMIT ");
+        query.push_bind(i64::from(limit.clamp(1, PAGE_MAX)));
+        let rows = query.build().fetch_all(&self.pool).await;
+        rows.and_then(|rows| rows.iter().map(waiting).collect()).doing("reading what waits")
+    }
+}
+
+fn waiting(row: &PgRow) -> Result<Waiting, sqlx::Error> {
+    Ok(Waiting {
+        entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
+        shard: shard(row)?,
+        version: row.try_get("version")?,
+        state: row.try_get("state")?,
+        updated_at: row.try_get("updated_at")?,
+        deadline_at: row.try_get("deadline_at")?,
+        reason: row.try_get("reason")?,
+    })
+}

@@ -1,0 +1,299 @@
+//! The running cluster as an operator sees it: what this process knows of itself, put together with what the others say and what
+//! the database holds.
+
+use crate::cluster::View;
+use crate::cluster::bus::Bus;
+use crate::cluster::gather::{answer_all, ask_all};
+use crate::supervisor::Supervisor;
+use actors::Host;
+use actors::host::EntityRow;
+use actors::place::shard_of;
+use chrono::Utc;
+use domain::{EntityRef, Kind, MemberId};
+use edge::runtime::{
+    ClusterReport, EntityNode, MemberNode, MemberReport, Readiness, Runtime, RuntimeError, Tree, TreeFilter, WorkerNode,
+};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use persistence::read::{Waiting, WaitingFilter};
+use persistence::{Cluster, Reads};
+use prometheus::{Encoder, Registry, TextEncoder};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use uuid::Uuid;
+
+/// How many entities a tree shows where nothing else is asked for.
+const SHOWN: u32 = 100;
+
+/// What one process can say, and whom it asks for the rest.
+pub struct Operations {
+    pub view: Arc<View>,
+    pub bus: Bus,
+    pub host: Arc<Host>,
+    pub supervisor: Supervisor,
+    pub reads: Reads,
+    pub cluster: Cluster,
+    pub registry: Registry,
+}
+
+/// What the members ask each other.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Question {
+    /// What runs there, with the entities of `ids` and all that are parked or backing off.
+    Part { ids: Vec<Uuid> },
+    Restart { entity: EntityRef },
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Said {
+    Part(Box<Part>),
+    Restarted(bool),
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Part {
+    node: MemberNode,
+    entities: Vec<EntityRow>,
+}
+
+
+impl Operations {
+    /// Answers the other members.
+    ///
+    /// # Errors
+    /// Where the subscription ends.
+    pub async fn answer(&self) -> anyhow::Result<()> {
+        answer_all(&self.bus, &self.view, |question| self.say(&question)).await
+    }
+
+    fn say(&self, question: &Question) -> Said {
+        match question {
+            Question::Part { ids } => Said::Part(Box::new(self.part(ids))),
+            Question::Restart { entity } => Said::Restarted(self.host.restart(*entity)),
+        }
+    }
+
+    fn part(&self, ids: &[Uuid]) -> Part {
+        let wanted: BTreeSet<_> = ids.iter().collect();
+        let all = self.host.entities();
+        let shards = self.host.shards();
+        let node = MemberNode {
+            id: self.view.me.id.0,
+            name: self.view.me.name.clone(),
+            started_at: self.view.me.started_at,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            workers: self.workers(),
+            shards: shards.len() as u64,
+            awake: all.iter().filter(|row| row.status == "awake").count() as u64,
+            mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
+        };
+        let shown = |row: &EntityRow| row.status != "awake" || wanted.contains(&row.id);
+        Part { node, entities: all.into_iter().filter(shown).collect() }
+    }
+
+    fn workers(&self) -> Vec<WorkerNode> {
+        let node = |row: crate::supervisor::WorkerRow| WorkerNode {
+            name: row.name,
+            under: row.under,
+            what: row.what,
+            state: row.state,
+            since: row.since,
+            restarts: row.restarts,
+            last_error: row.last_error,
+        };
+        self.supervisor.rows().into_iter().map(node).collect()
+    }
+
+    async fn gather(&self, ids: Vec<Uuid>) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
+        let question = Question::Part { ids };
+        let own = self.say(&question);
+        let gathered = ask_all(&self.bus, &self.view, &question, own).await;
+        let parts = gathered.answers.into_iter().filter_map(|(id, said)| match said {
+            Said::Part(part) => Some((id, *part)),
+            Said::Restarted(_) => None,
+        });
+        (parts.collect(), gathered.silent)
+    }
+
+    async fn make_tree(&self, filter: TreeFilter) -> Result<Tree, RuntimeError> {
+        let limit = filter.limit.unwrap_or(SHOWN).clamp(1, 1000);
+        let now = Utc::now();
+        let kind = match &filter.kind {
+            None => None,
+            Some(name) => Some(Kind::parse(name).ok_or_else(|| RuntimeError(format!("there is no kind {name:?}")))?),
+        };
+        let only_parked = filter.parked == Some(true);
+        let wanted = WaitingFilter {
+            kind,
+            state: filter.state.clone(),
+            overdue_at: filter.overdue.unwrap_or(false).then_some(now),
+            ids: None,
+        };
+        let mut waiting = if only_parked { Vec::new() } else { self.reads.waiting(&wanted, limit + 1).await? };
+        let truncated = waiting.len() > limit as usize;
+        waiting.truncate(limit as usize);
+        let (parts, silent) = self.gather(waiting.iter().map(|row| row.entity.id).collect()).await;
+        let rows: BTreeMap<Uuid, &EntityRow> =
+            parts.values().flat_map(|part| &part.entities).map(|row| (row.id, row)).collect();
+        let troubled: Vec<_> = rows.values().filter(|row| row.status != "awake").copied().collect();
+        if only_parked || filter.kind.is_none() && filter.state.is_none() && filter.overdue.is_none() {
+            let known: BTreeSet<_> = waiting.iter().map(|row| row.entity.id).collect();
+            let missing = troubled.iter().map(|row| row.id).filter(|id| !known.contains(id));
+            let ids: Vec<_> = missing.take(limit as usize).collect();
+            if !ids.is_empty() {
+                let more = WaitingFilter { ids: Some(ids), ..WaitingFilter::default() };
+                waiting.extend(self.reads.waiting(&more, limit).await?);
+            }
+        }
+        let owners = self.owners();
+        let mut entities: Vec<_> = waiting.iter().map(|at| shown(at, rows.get(&at.entity.id).copied(), &owners)).collect();
+        if only_parked {
+            entities.retain(|entity| entity.status == "parked");
+        }
+        let mut entities_by_kind: BTreeMap<String, BTreeMap<String, u64>> = BTreeMap::new();
+        for count in self.reads.counts().await? {
+            entities_by_kind.entry(count.kind.to_string()).or_default().insert(count.state, count.count);
+        }
+        Ok(Tree {
+            overdue: self.reads.overdue(now, 1).await?.count,
+            parked: troubled.iter().filter(|row| row.status == "parked").count() as u64,
+            members: parts.values().map(|part| part.node.clone()).collect(),
+            silent: silent.into_iter().map(|id| id.0).collect(),
+            entities_by_kind,
+            entities,
+            truncated,
+        })
+    }
+
+    async fn find(&self, entity: EntityRef) -> Result<Option<EntityNode>, RuntimeError> {
+        let wanted = WaitingFilter { kind: Some(entity.kind), ids: Some(vec![entity.id]), ..WaitingFilter::default() };
+        let Some(at) = self.reads.waiting(&wanted, 1).await?.pop() else { return Ok(None) };
+        let (parts, _) = self.gather(vec![entity.id]).await;
+        let row = parts.values().flat_map(|part| &part.entities).find(|row| row.id == entity.id);
+        Ok(Some(shown(&at, row, &self.owners())))
+    }
+
+    async fn restart(&self, entity: EntityRef) -> bool {
+        let question = Question::Restart { entity };
+        let own = self.say(&question);
+        let gathered = ask_all(&self.bus, &self.view, &question, own).await;
+        gathered.answers.values().any(|said| matches!(said, Said::Restarted(true)))
+    }
+
+    /// Who owns each shard, by id and name.
+    fn owners(&self) -> BTreeMap<u8, (Uuid, Option<String>)> {
+        let seen = self.view.seen();
+        let name = |id: MemberId| {
+            seen.living.iter().find(|heard| heard.member.id == id).map(|heard| heard.member.name.clone())
+        };
+        let owned = seen.shards.iter().filter_map(|at| at.owner.map(|owner| (at.shard.0, (owner.0, name(owner)))));
+        owned.collect()
+    }
+
+    async fn report(&self) -> Result<ClusterReport, RuntimeError> {
+        let incarnation = self.cluster.incarnation().await?;
+        let living = self.cluster.living(crate::cluster::SILENCE).await?;
+        let shards = self.cluster.shards().await?;
+        let heard = self.view.seen().heard;
+        let member = |at: &persistence::cluster::Heard| MemberReport {
+            id: at.member.id.0,
+            name: at.member.name.clone(),
+            started_at: at.member.started_at,
+            roles: serde_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
+            silent_for_ms: millis(at.silent_for),
+            unheard_for_ms: heard.get(&at.member.id).map(|heard| millis(heard.elapsed())),
+            shards: shards.iter().filter(|o| o.owner == Some(at.member.id)).map(|o| o.shard.0).collect(),
+        };
+        let members: Vec<_> = living.iter().map(member).collect();
+        let owned: usize = members.iter().map(|member| member.shards.len()).sum();
+        Ok(ClusterReport {
+            incarnation,
+            answered_by: self.view.me.id.0,
+            unowned_shards: (shards.len() - owned) as u64,
+            members,
+        })
+    }
+
+    async fn check(&self) -> Readiness {
+        let store = match self.cluster.incarnation().await {
+            Ok(_) => "ok".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        let seen = self.view.seen();
+        let owned = seen.shards.iter().filter(|at| at.owner.is_some()).count();
+        let shards = if owned == domain::Shard::COUNT { "ok".to_owned() } else { format!("{owned} of 256 are owned") };
+        let member = if self.view.is_fresh() { "ok" } else { "this member's renewal is overdue" }.to_owned();
+        // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
+        let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
+        let ready = [&store, &shards, &member].into_iter().all(|check| check == "ok");
+        let checks = [("postgres", store), ("shards", shards), ("membership", member), ("nats", bus)];
+        Readiness { ready, checks: checks.map(|(name, check)| (name.to_owned(), check)).into() }
+    }
+}
+
+/// What the database holds of an entity, with what its host says of it.
+fn shown(at: &Waiting, row: Option<&EntityRow>, owners: &BTreeMap<u8, (Uuid, Option<String>)>) -> EntityNode {
+    let shard = shard_of(at.entity.id).0;
+    let owner = owners.get(&shard);
+    let parked = row.filter(|row| row.status != "awake").and_then(|row| row.waits_for.clone());
+    EntityNode {
+        kind: at.entity.kind.to_string(),
+        id: at.entity.id,
+        shard,
+        member: owner.map(|(id, _)| *id),
+        member_name: owner.and_then(|(_, name)| name.clone()),
+        status: row.map_or("asleep", |row| row.status.as_str()).to_owned(),
+        state: Some(at.state.clone()),
+        version: at.version,
+        since: Some(at.updated_at),
+        waits_for: parked.or_else(|| at.reason.clone().filter(|reason| !reason.is_empty())),
+        deadline_at: at.deadline_at,
+        overdue: at.deadline_at.is_some_and(|deadline| deadline < Utc::now()),
+        mailbox_depth: row.map_or(0, |row| row.mailbox_depth as u64),
+        restarts: row.map_or(0, |row| row.restarts),
+        last_error: row.and_then(|row| row.last_error.clone()),
+    }
+}
+
+fn millis(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The runtime that the edge serves.
+pub struct Reported(pub Arc<Operations>);
+
+impl Runtime for Reported {
+    fn tree(&self, filter: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
+        self.0.make_tree(filter).boxed()
+    }
+
+    fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
+        self.0.find(entity).boxed()
+    }
+
+    fn restart_entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
+        self.0.restart(entity).map(Ok).boxed()
+    }
+
+    fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
+        self.0.report().boxed()
+    }
+
+    fn readiness(&self) -> BoxFuture<'_, Readiness> {
+        self.0.check().boxed()
+    }
+
+    fn metrics(&self) -> String {
+        let mut text = Vec::new();
+        match TextEncoder::new().encode(&self.0.registry.gather(), &mut text) {
+            Ok(()) => String::from_utf8(text).unwrap_or_default(),
+            Err(error) => {
+                tracing::warn!(%error, "the metrics cannot be written down");
+                String::new()
+            }
+        }
+    }
+}

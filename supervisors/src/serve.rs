@@ -1,0 +1,387 @@
+//! One process of the control plane, from its configuration to its ordered end.
+
+use crate::cluster::bus::{Bus, Nudge};
+use crate::cluster::ownership::Owner;
+use crate::cluster::View;
+use crate::config::{Config, Role};
+use crate::runtime::{Operations, Reported};
+use crate::supervisor::{Supervisor, Work};
+use crate::tree::{SHUTDOWN, TREE};
+use crate::trust;
+use crate::workers::provisioning::Placer;
+use crate::workers::reactor::Reactor;
+use crate::workers::relay::Relay;
+use crate::workers::{housekeeping, timers};
+use crate::world::{Durable, Here};
+use actors::ports::Effects;
+use actors::{Directory, Host, HostConfig};
+use anyhow::Context;
+use arc_swap::ArcSwap;
+use domain::event::Stream;
+use domain::{Effect, MemberId};
+use edge::auth::jwks::{Jwks, JwksSettings};
+use edge::auth::{Authenticator, TokenRules};
+use edge::identity::TrustDomain;
+use edge::polls::Polls;
+use edge::probe::{Probe, ProbeTargets, SystemResolver};
+use edge::services::{Addresses, Parts, Services};
+use edge::tls::connections::Connections;
+use edge::tls::serve::{ListenerLimits, TlsServer};
+use edge::tls::{ServerTls, server_config};
+use futures::FutureExt;
+use persistence::cluster::Member;
+use persistence::committer::CommitterMetrics;
+use persistence::envelope::KeyRing;
+use persistence::pool::PoolConfig;
+use persistence::{Cluster, Committer, CommitterConfig, Outbox, OutboxRow, Reads, Secrets, migrate};
+use prometheus::Registry;
+use rustls::ServerConfig;
+use serde_json::json;
+use sqlx::PgPool;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+/// Batches of committed events that may wait for the relay; what does not fit is found by the poll.
+const RELAY_QUEUE: usize = 4096;
+
+/// How long a probe waits for a node.
+const PROBE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// A control plane process that runs.
+struct Process {
+    config: Config,
+    pool: PgPool,
+    reads: Reads,
+    here: Arc<Here>,
+    committer: Committer,
+    bus: Bus,
+    view: Arc<View>,
+    host: Arc<Host>,
+    directory: Directory,
+    owner: Arc<Owner>,
+    supervisor: Supervisor,
+    operations: Arc<Operations>,
+    registry: Registry,
+    committed: mpsc::Sender<Vec<OutboxRow>>,
+    relay: Arc<Relay>,
+    polls: Polls,
+    connections: Connections,
+    stop_listening: CancellationToken,
+}
+
+/// Runs until SIGTERM or SIGINT, then ends in order.
+///
+/// # Errors
+/// Where the process cannot start: a setting is wrong, the database cannot be reached, a port is taken.
+pub async fn serve(config: Config) -> anyhow::Result<()> {
+    let process = Process::start(config).await?;
+    let services = process.services().await?;
+    process.run(&services).await?;
+    tracing::info!(member.id = %process.view.me.id, "{} serves", process.view.me.name);
+    stop_signal().await?;
+    process.end().await;
+    Ok(())
+}
+
+impl Process {
+    async fn start(config: Config) -> anyhow::Result<Self> {
+        let registry = Registry::new();
+        registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
+        let pool = open_database(&config).await?;
+        let reads = Reads::new(pool.clone());
+        let member = MemberId(Uuid::new_v4());
+        let bus = Bus::connect(&config.nats_url, config.nats_ca.as_deref(), &config.member_name).await?;
+        let (committed, rows) = mpsc::channel(RELAY_QUEUE);
+        let metrics = CommitterMetrics::register(&registry)?;
+        let committer = Committer::start(&pool, CommitterConfig::new(member), metrics, committed.clone());
+        let here = Arc::new(Here::default());
+        here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
+        let (polls, connections) = (Polls::default(), Connections::default());
+        let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
+        let store = Durable { committer: committer.clone(), reads: reads.clone() };
+        let world = Arc::clone(&here);
+        let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
+        let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
+        let view = Arc::new(View::new(me(member, &config)));
+        let cluster = Cluster::new(pool.clone());
+        let supervisor = Supervisor::start().await?;
+        let takes_shards = config.roles.contains(&Role::Entities);
+        let owner = Owner::new(
+            Arc::clone(&view),
+            cluster.clone(),
+            Arc::clone(&host),
+            directory.clone(),
+            bus.clone(),
+            takes_shards,
+        );
+        *owner.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(supervisor.root());
+        let operations = Operations {
+            view: Arc::clone(&view),
+            bus: bus.clone(),
+            host: Arc::clone(&host),
+            supervisor: supervisor.clone(),
+            reads: reads.clone(),
+            cluster,
+            registry: registry.clone(),
+        };
+        let relay = Arc::new(Relay::new(bus.clone(), Outbox::new(pool.clone()), rows));
+        Ok(Self {
+            config,
+            pool,
+            reads,
+            here,
+            committer,
+            bus,
+            view,
+            host,
+            directory,
+            owner: Arc::new(owner),
+            supervisor,
+            operations: Arc::new(operations),
+            registry,
+            committed,
+            relay,
+            polls,
+            connections,
+            stop_listening: CancellationToken::new(),
+        })
+    }
+
+    /// What the handlers of the edge are given.
+    async fn services(&self) -> anyhow::Result<Services> {
+        let config = &self.config;
+        let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
+        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let secrets = Secrets::new(self.pool.clone(), ring);
+        let api_ca = read_text(&config.tls_ca).await?;
+        let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca).await?;
+        let jwks = Jwks::new(JwksSettings::new(config.oidc_issuer.clone()))?;
+        let rules = TokenRules::new(config.oidc_issuer.clone(), config.oidc_audience.clone());
+        let targets = ProbeTargets { allowed: config.probe_allowed.clone() };
+        Ok(Services::new(Parts {
+            directory: self.directory.clone(),
+            reads: self.reads.clone(),
+            world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
+            runtime: Arc::new(Reported(Arc::clone(&self.operations))),
+            authenticator: Arc::new(Authenticator::new(rules, jwks)),
+            probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
+            polls: self.polls.clone(),
+            connections: self.connections.clone(),
+            trust,
+            addresses: Addresses {
+                public_url: config.public_url.clone(),
+                node_url: config.node_public_url.clone(),
+            },
+            stopping: self.stop_listening.clone(),
+        }))
+    }
+
+    /// Starts every row of the tree that this process's roles have.
+    async fn run(&self, services: &Services) -> anyhow::Result<()> {
+        let mut works = self.works(services).await?;
+        for row in TREE.iter().filter(|row| row.roles.iter().any(|role| self.config.roles.contains(role))) {
+            match works.remove(row.name) {
+                Some(work) => self.supervisor.add(*row, work),
+                None => self.supervisor.group(*row),
+            }
+        }
+        Ok(())
+    }
+
+    async fn works(&self, services: &Services) -> anyhow::Result<BTreeMap<&'static str, Work>> {
+        let outbox = Outbox::new(self.pool.clone());
+        let placer = Arc::new(Placer::new(&self.registry)?);
+        let reactor =
+            Reactor::new(self.directory.clone(), self.reads.clone(), outbox, placer, "provisioning")?;
+        let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
+        works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
+        works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
+        works.insert("ownership", work(&self.owner, |owner| async move { owner.run().await }));
+        works.insert("answers", work(&self.operations, |operations| async move { operations.answer().await }));
+        works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
+        let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
+        works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
+        works.insert("rest", work(&self.host, housekeeping::rest));
+        works.insert("sweep", work(&self.pool, housekeeping::sweep));
+        let policy = (Arc::clone(&self.here), self.reads.clone());
+        works.insert("policy", work(&policy, |(here, reads)| housekeeping::read_policy(here, reads)));
+        let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
+        works.insert(
+            "orphans",
+            work(&orphans, |(reactor, bus, host, relay)| async move { reactor.poll(&bus, &host, &relay).await }),
+        );
+        for (name, stream) in [("provisioning-events", Stream::Provisioning), ("node-events", Stream::Nodes)] {
+            let consumer = (reactor.clone(), self.bus.clone());
+            works.insert(name, work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }));
+        }
+        let nudges = (self.bus.clone(), self.polls.clone(), self.connections.clone());
+        works.insert("nudges", work(&nudges, |(bus, polls, connections)| async move {
+            bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
+        }));
+        works.extend(self.listeners(services).await?);
+        Ok(works)
+    }
+
+    async fn listeners(&self, services: &Services) -> anyhow::Result<BTreeMap<&'static str, Work>> {
+        let config = &self.config;
+        let certificate_chain_pem = read_text(&config.tls_cert).await?;
+        let key_pem = read_text(&config.tls_key).await?;
+        let ring = Arc::new(KeyRing::load(&config.kek_file)?);
+        let tickets = Arc::new(trust::tickets(&Secrets::new(self.pool.clone(), ring)).await?);
+        let tls = |client_authorities_pem| {
+            server_config(&ServerTls {
+                certificate_chain_pem: &certificate_chain_pem,
+                key_pem: &key_pem,
+                client_authorities_pem,
+                tickets: Some(Arc::clone(&tickets) as Arc<dyn rustls::server::ProducesTickets>),
+            })
+        };
+        let public = Listening {
+            at: bind(config.public_listen).await?,
+            tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
+            router: edge::api::router(services.clone()),
+            connections: self.connections.clone(),
+            trust_domain: None,
+            stop: self.stop_listening.clone(),
+        };
+        let node = Listening {
+            at: bind(config.node_listen).await?,
+            tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
+            router: edge::node_api::router(services.clone()),
+            connections: self.connections.clone(),
+            trust_domain: Some(services.trust.domain.clone()),
+            stop: self.stop_listening.clone(),
+        };
+        Ok([("public-api", public), ("node-api", node)]
+            .into_iter()
+            .map(|(name, listening)| (name, work(&Arc::new(listening), |listening| async move { listening.serve().await })))
+            .collect())
+    }
+
+    /// Nothing new comes in, parked polls are answered, shards are handed over, what was committed is published.
+    async fn end(&self) {
+        tracing::info!("stopping");
+        self.stop_listening.cancel();
+        for name in SHUTDOWN {
+            if *name == "cluster" {
+                self.owner.leave().await;
+            }
+            if *name == "outbox-relay" {
+                self.committer.close().await;
+            }
+            self.supervisor.stop(name).await;
+        }
+        tracing::info!("stopped");
+    }
+}
+
+/// A bound socket and what is served on it. Bound before anything else starts, so that a taken port is named at once; a restart of its
+/// worker serves on the same socket.
+struct Listening {
+    at: std::net::TcpListener,
+    tls: Arc<ArcSwap<ServerConfig>>,
+    router: axum::Router,
+    connections: Connections,
+    trust_domain: Option<TrustDomain>,
+    stop: CancellationToken,
+}
+
+impl Listening {
+    async fn serve(&self) -> anyhow::Result<()> {
+        let listener = TcpListener::from_std(self.at.try_clone()?)?;
+        let server = TlsServer {
+            tls: Arc::clone(&self.tls),
+            router: self.router.clone(),
+            limits: ListenerLimits::default(),
+            connections: self.connections.clone(),
+            trust_domain: self.trust_domain.clone(),
+        };
+        server.serve(listener, self.stop.clone()).await?;
+        // It was told to stop: the supervisor stops this worker next.
+        self.stop.cancelled().await;
+        std::future::pending().await
+    }
+}
+
+/// What is done at once after a commit: here directly, at the other replicas by a word over NATS.
+struct Nudges {
+    polls: Polls,
+    connections: Connections,
+    bus: Bus,
+}
+
+impl Effects for Nudges {
+    fn perform(&self, effect: Effect) {
+        let nudge = match effect {
+            Effect::WakeNode(node) => Nudge::Wake(node),
+            Effect::CloseNode(node) => Nudge::Close(node),
+        };
+        act(nudge, &self.polls, &self.connections);
+        let bus = self.bus.clone();
+        tokio::spawn(async move { bus.nudge(nudge).await });
+    }
+}
+
+fn act(nudge: Nudge, polls: &Polls, connections: &Connections) {
+    match nudge {
+        Nudge::Wake(node) => polls.wake(node),
+        Nudge::Close(node) => {
+            polls.wake(node);
+            connections.close_node(node.0);
+        }
+    }
+}
+
+/// A worker's work over something shared, as often as it is started.
+fn work<T, F>(shared: &T, run: impl Fn(T) -> F + Send + Sync + 'static) -> Work
+where
+    T: Clone + Send + Sync + 'static,
+    F: Future<Output = anyhow::Result<()>> + Send + 'static,
+{
+    let shared = shared.clone();
+    Arc::new(move || run(shared.clone()).boxed())
+}
+
+fn me(id: MemberId, config: &Config) -> Member {
+    let roles: Vec<_> = config.roles.iter().map(|role| role.name()).collect();
+    Member {
+        id,
+        name: config.member_name.clone(),
+        started_at: chrono::Utc::now(),
+        details: json!({ "roles": roles, "version": env!("CARGO_PKG_VERSION"), "public_url": config.public_url }),
+    }
+}
+
+async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
+    let mut pool = PoolConfig::new(config.database_url.clone(), config.database_ca.clone());
+    pool.application_name = format!("gpuaas {}", config.member_name);
+    let pool = persistence::pool::open(&pool)?;
+    migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
+    persistence::sweep::make_partitions(&pool, 2).await?;
+    Ok(pool)
+}
+
+async fn bind(address: SocketAddr) -> anyhow::Result<std::net::TcpListener> {
+    let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
+    Ok(listener.into_std()?)
+}
+
+async fn read_text(path: &Path) -> anyhow::Result<String> {
+    tokio::fs::read_to_string(path).await.with_context(|| format!("cannot read {}", path.display()))
+}
+
+async fn stop_signal() -> anyhow::Result<()> {
+    let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        interrupted = tokio::signal::ctrl_c() => interrupted?,
+    }
+    Ok(())
+}

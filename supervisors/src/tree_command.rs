@@ -1,0 +1,159 @@
+//! `gpuaas tree`: the supervision tree of the whole cluster, in a terminal.
+
+use anyhow::{Context, bail};
+use comfy_table::{Table, presets};
+use edge::runtime::{EntityNode, MemberNode, Tree};
+use secrecy::{ExposeSecret, SecretString};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Whom to ask, as whom, and for what.
+#[derive(Debug, clap::Args)]
+pub struct TreeArgs {
+    /// A replica, or the balancer in front of them.
+    #[arg(long, env = "SVC_BASE_URL")]
+    base_url: String,
+    /// What the server's certificate is verified by.
+    #[arg(long, env = "SVC_CA_BUNDLE_PATH")]
+    ca_bundle: Option<PathBuf>,
+    #[arg(long, env = "SVC_AUTH_URL")]
+    auth_url: String,
+    #[arg(long, env = "SVC_REALM")]
+    realm: String,
+    #[arg(long, env = "SVC_CLIENT_ID")]
+    client_id: String,
+    #[arg(long, env = "SVC_CLIENT_SECRET", hide_env_values = true)]
+    client_secret: SecretString,
+    #[arg(long, env = "SVC_ADMIN_USERNAME")]
+    username: String,
+    #[arg(long, env = "SVC_ADMIN_PASSWORD", hide_env_values = true)]
+    password: SecretString,
+    /// Entities of this kind: node, allocation, sku, tenant.
+    #[arg(long)]
+    kind: Option<String>,
+    /// Entities in this state.
+    #[arg(long)]
+    state: Option<String>,
+    /// Entities past their deadline.
+    #[arg(long)]
+    overdue: bool,
+    /// Entities that failed too often.
+    #[arg(long)]
+    parked: bool,
+}
+
+/// Prints the tree.
+///
+/// # Errors
+/// Where nobody answers, or the answer is a refusal: it is quoted.
+pub async fn run(args: TreeArgs) -> anyhow::Result<()> {
+    let client = client(&args).await?;
+    let token = token(&client, &args).await?;
+    let tree = ask(&client, &args, &token).await?;
+    let mut out = std::io::stdout().lock();
+    print(&mut out, &tree)?;
+    Ok(())
+}
+
+async fn client(args: &TreeArgs) -> anyhow::Result<reqwest::Client> {
+    let mut client = reqwest::Client::builder();
+    if let Some(path) = &args.ca_bundle {
+        let pem = tokio::fs::read(path).await.with_context(|| format!("cannot read {}", path.display()))?;
+        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(&pem)?);
+    }
+    Ok(client.build()?)
+}
+
+async fn token(client: &reqwest::Client, args: &TreeArgs) -> anyhow::Result<SecretString> {
+    #[derive(serde::Deserialize)]
+    struct Granted {
+        access_token: SecretString,
+    }
+    let form = [
+        ("grant_type", "password"),
+        ("client_id", &args.client_id),
+        ("client_secret", args.client_secret.expose_secret()),
+        ("username", &args.username),
+        ("password", args.password.expose_secret()),
+    ];
+    let url = format!("{}/realms/{}/protocol/openid-connect/token", args.auth_url, args.realm);
+    let answer = client.post(url).form(&form).send().await.context("the identity provider cannot be reached")?;
+    if !answer.status().is_success() {
+        bail!("the identity provider refused: {}", answer.text().await?);
+    }
+    Ok(answer.json::<Granted>().await?.access_token)
+}
+
+async fn ask(client: &reqwest::Client, args: &TreeArgs, token: &SecretString) -> anyhow::Result<Tree> {
+    let mut query: Vec<(&str, &str)> = Vec::new();
+    query.extend(args.kind.as_deref().map(|kind| ("kind", kind)));
+    query.extend(args.state.as_deref().map(|state| ("state", state)));
+    query.extend(args.overdue.then_some(("overdue", "true")));
+    query.extend(args.parked.then_some(("parked", "true")));
+    let url = format!("{}/api/v1/admin/runtime/tree", args.base_url);
+    let request = client.get(url).query(&query).bearer_auth(token.expose_secret());
+    let answer = request.send().await.context("the control plane cannot be reached")?;
+    if !answer.status().is_success() {
+        bail!("the control plane refused: {}", answer.text().await?);
+    }
+    Ok(answer.json().await?)
+}
+
+fn print(out: &mut impl Write, tree: &Tree) -> std::io::Result<()> {
+    for member in &tree.members {
+        print_member(out, member)?;
+    }
+    for silent in &tree.silent {
+        writeln!(out, "{silent}  lives, and did not answer")?;
+    }
+    writeln!(out)?;
+    for (kind, states) in &tree.entities_by_kind {
+        let counts: Vec<_> = states.iter().map(|(state, count)| format!("{count} {state}")).collect();
+        writeln!(out, "{kind}: {}", counts.join(", "))?;
+    }
+    writeln!(out, "overdue: {}, parked: {}", tree.overdue, tree.parked)?;
+    if !tree.entities.is_empty() {
+        writeln!(out, "\n{}", entities(&tree.entities))?;
+    }
+    if tree.truncated {
+        writeln!(out, "There are more; narrow the selection with --kind and --state.")?;
+    }
+    Ok(())
+}
+
+fn print_member(out: &mut impl Write, member: &MemberNode) -> std::io::Result<()> {
+    let MemberNode { name, id, shards, awake, mailbox_depth, .. } = member;
+    writeln!(out, "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting")?;
+    print_below(out, member, "root", 1)
+}
+
+fn print_below(out: &mut impl Write, member: &MemberNode, parent: &str, depth: usize) -> std::io::Result<()> {
+    for worker in member.workers.iter().filter(|worker| worker.under == parent) {
+        let indent = "  ".repeat(depth);
+        let trouble = worker.last_error.as_deref().map(|error| format!("  {} restarts, last: {error}", worker.restarts));
+        let (name, state, what) = (&worker.name, &worker.state, &worker.what);
+        writeln!(out, "{indent}{name:<20} {state:<12} {what}{}", trouble.unwrap_or_default())?;
+        print_below(out, member, name, depth + 1)?;
+    }
+    Ok(())
+}
+
+fn entities(rows: &[EntityNode]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(["kind", "id", "lives at", "status", "state", "waits for", "until"]);
+    for row in rows {
+        let until = row.deadline_at.map(|at| at.format("%H:%M:%S").to_string()).unwrap_or_default();
+        let late = if row.overdue { " overdue" } else { "" };
+        table.add_row([
+            row.kind.clone(),
+            row.id.to_string(),
+            format!("{} /{}", row.member_name.as_deref().unwrap_or("nobody"), row.shard),
+            row.status.clone(),
+            row.state.clone().unwrap_or_default(),
+            row.last_error.clone().or_else(|| row.waits_for.clone()).unwrap_or_default(),
+            format!("{until}{late}"),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,79 @@
+//! The keys of the control plane: made once for the cluster, sealed at rest, the same in every replica.
+
+use anyhow::Context;
+use chrono::{TimeDelta, Utc};
+use ed25519_dalek::SigningKey;
+use edge::identity::TrustDomain;
+use edge::node_ca::NodeCa;
+use edge::services::Trust;
+use edge::tls::tickets::SharedTickets;
+use persistence::Secrets;
+use rand::Rng;
+use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use serde_json::json;
+use wire::keys::{KeyStatus, VerifierKey};
+use wire::{PublicKey, VerifierSet};
+
+/// A node CA lasts ten years; its certificates a day. It is replaced by rotation, not by waiting.
+const CA_LIFE: TimeDelta = TimeDelta::days(3650);
+
+/// Reads the cluster's keys, or makes them where this is its first process.
+///
+/// # Errors
+/// Where the key ring does not open what is sealed, or a key is damaged.
+pub async fn load(
+    secrets: &Secrets,
+    domain: TrustDomain,
+    configured_verifiers: &[String],
+    api_ca_pem: String,
+) -> anyhow::Result<Trust> {
+    let node_ca = node_ca(secrets, domain.clone()).await?;
+    let task_signer = task_signer(secrets).await?;
+    let active = PublicKey::from(&task_signer);
+    let task_key_id = active.key_id();
+    let keys = vec![VerifierKey::new(active, KeyStatus::Active)];
+    let verifier_set = VerifierSet::sign(0, keys, &[(&task_key_id, &task_signer)])?;
+    let bootstrap_verifier_keys = if configured_verifiers.is_empty() {
+        vec![verifier_set.to_env_value()]
+    } else {
+        configured_verifiers.to_vec()
+    };
+    VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
+        .context("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS is not a list of Ed25519 public keys")?;
+    Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem })
+}
+
+/// The keys of session tickets, so that a connection can be resumed at any replica.
+///
+/// # Errors
+/// As [`load`].
+pub async fn tickets(secrets: &Secrets) -> anyhow::Result<SharedTickets> {
+    let secret = secrets.get_or_create("tls_tickets", || (random(48), json!({}))).await?;
+    Ok(SharedTickets::new(secret.value)?)
+}
+
+async fn node_ca(secrets: &Secrets, domain: TrustDomain) -> anyhow::Result<NodeCa> {
+    let now = Utc::now();
+    let fresh = NodeCa::create(domain.clone(), now, now + CA_LIFE)?;
+    let secret = secrets
+        .get_or_create("node_ca", || {
+            let key = fresh.key_pem.expose_secret().as_bytes().to_vec();
+            (SecretSlice::from(key), json!({ "certificate_pem": fresh.ca.certificate_pem() }))
+        })
+        .await?;
+    let certificate = secret.public["certificate_pem"].as_str().context("the node CA has no certificate")?;
+    let key = std::str::from_utf8(secret.value.expose_secret()).context("the node CA's key is no PEM text")?;
+    Ok(NodeCa::load(domain, certificate, &SecretString::from(key.to_owned()))?)
+}
+
+async fn task_signer(secrets: &Secrets) -> anyhow::Result<SigningKey> {
+    let secret = secrets.get_or_create("task_signing/active", || (random(32), json!({}))).await?;
+    let seed: &[u8; 32] = secret.value.expose_secret().try_into().context("the task signing key has a wrong length")?;
+    Ok(SigningKey::from_bytes(seed))
+}
+
+fn random(bytes: usize) -> SecretSlice<u8> {
+    let mut secret = vec![0; bytes];
+    rand::rng().fill_bytes(&mut secret);
+    SecretSlice::from(secret)
+}
