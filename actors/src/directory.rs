@@ -37,8 +37,11 @@ struct Request {
 #[derive(Serialize, Deserialize)]
 struct Response {
     v: u16,
-    answer: Result<Answered<serde_json::Value>, AskError<serde_json::Value>>,
+    answer: Encoded,
 }
+
+/// Any machine's answer.
+type Encoded = Result<Answered<serde_json::Value>, AskError<serde_json::Value>>;
 
 impl Directory {
     #[must_use]
@@ -101,15 +104,7 @@ impl Directory {
             Err(RemoteError::Unreachable(reason)) => return Err(AskError::Unavailable { reason }),
         };
         let response: Response = serde_json::from_slice(&response).map_err(unreadable)?;
-        match response.answer {
-            Ok(answered) => Ok(Answered {
-                reply: serde_json::from_value(answered.reply).map_err(unreadable)?,
-                replayed: answered.replayed,
-                written: answered.written,
-                version: answered.version,
-            }),
-            Err(error) => Err(error.of_rejection(|rejection| serde_json::from_value(rejection)).map_err(unreadable)?),
-        }
+        decode::<M>(response.answer)
     }
 
     /// Serves a command that came from another member; the answer is for it alone to read.
@@ -127,21 +122,10 @@ impl Directory {
         serde_json::to_vec(&Response { v: VERSION, answer }).unwrap_or_default()
     }
 
-    async fn serve_as<M: Machine>(
-        &self,
-        request: Request,
-    ) -> Result<Answered<serde_json::Value>, AskError<serde_json::Value>> {
-        let broken = |error: serde_json::Error| AskError::Broken { reason: error.to_string() };
-        let command = serde_json::from_value(request.command).map_err(broken)?;
-        match self.host.ask::<M>(request.entity.id, command, request.asked).await {
-            Ok(answered) => Ok(Answered {
-                reply: serde_json::to_value(answered.reply).map_err(unreadable)?,
-                replayed: answered.replayed,
-                written: answered.written,
-                version: answered.version,
-            }),
-            Err(error) => Err(error.of_rejection(|rejection| serde_json::to_value(rejection)).map_err(broken)?),
-        }
+    async fn serve_as<M: Machine>(&self, request: Request) -> Encoded {
+        let command = serde_json::from_value(request.command)
+            .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
+        encode::<M>(self.host.ask::<M>(request.entity.id, command, request.asked).await)
     }
 
     /// What lives in this process.
@@ -151,9 +135,30 @@ impl Directory {
     }
 }
 
+fn encode<M: Machine>(answer: Answer<M>) -> Encoded {
+    match answer {
+        Ok(answered) => Ok(answered.of_reply(serde_json::to_value).map_err(unreadable)?),
+        Err(error) => Err(error.of_rejection(serde_json::to_value).map_err(unreadable)?),
+    }
+}
+
+fn decode<M: Machine>(answer: Encoded) -> Answer<M> {
+    match answer {
+        Ok(answered) => Ok(answered.of_reply(serde_json::from_value).map_err(unreadable)?),
+        Err(error) => Err(error.of_rejection(serde_json::from_value).map_err(unreadable)?),
+    }
+}
+
 /// An answer was given, and what it was is lost: the command may have been carried out.
 fn unreadable<J>(error: serde_json::Error) -> AskError<J> {
     AskError::Unknown { reason: format!("the answer cannot be read: {error}") }
+}
+
+impl<R> Answered<R> {
+    fn of_reply<S, E>(self, turn: impl FnOnce(R) -> Result<S, E>) -> Result<Answered<S>, E> {
+        let Self { reply, replayed, written, version } = self;
+        Ok(Answered { reply: turn(reply)?, replayed, written, version })
+    }
 }
 
 impl<J> AskError<J> {
@@ -176,4 +181,4 @@ impl<J> AskError<J> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

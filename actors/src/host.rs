@@ -84,6 +84,9 @@ struct Awake {
     put_to_sleep: fn(&(dyn Any + Send + Sync)),
 }
 
+/// An entity's mailbox, and what stands in front of it.
+type Found<M> = (ActorRef<Message<M>>, Arc<Facts>);
+
 /// What an operator sees of an entity that is awake.
 pub struct Facts {
     pub waiting: Arc<AtomicUsize>,
@@ -359,8 +362,7 @@ impl Host {
         let shard = shard_of(entity.id);
         let owned = self.shards.get(&shard).map(|owned| Arc::clone(&owned)).ok_or(AskError::NotOwner)?;
         let lane = if asked.urgent { 2 } else { 1 };
-        let mut slot =
-            Slot::in_shard(&owned.waiting, self.config.per_shard * lane).ok_or(AskError::Overloaded)?;
+        let mut slot = Slot::in_shard(&owned.waiting, self.config.per_shard * lane).ok_or(AskError::Overloaded)?;
         // Checked after the place is taken: whoever closes the shard waits for those who hold one.
         if owned.closing.load(Ordering::SeqCst) {
             return Err(AskError::NotOwner);
@@ -372,9 +374,7 @@ impl Host {
             slot.command = Some((Arc::clone(&self.in_flight), key.id));
         }
         let (mailbox, facts) = self.wake::<M>(entity, &owned)?;
-        let slot = slot
-            .and_in_front_of(&facts.waiting, self.config.per_entity * lane)
-            .ok_or(AskError::Overloaded)?;
+        let slot = slot.and_in_front_of(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         let ask = Box::new(Ask { token, command, asked });
@@ -390,7 +390,7 @@ impl Host {
         self: &Arc<Self>,
         entity: EntityRef,
         owned: &Arc<OwnedShard>,
-    ) -> Result<(ActorRef<Message<M>>, Arc<Facts>), AskError<M::Rejection>> {
+    ) -> Result<Found<M>, AskError<M::Rejection>> {
         let other_kind = || AskError::Unavailable { reason: "the entity is of another kind".to_owned() };
         if let Some(awake) = self.awake.get(&entity) {
             return mailbox_of::<M>(&awake).ok_or_else(other_kind);
@@ -401,7 +401,8 @@ impl Host {
             // It stands in the directory before it runs: it cannot leave before it has come.
             dashmap::Entry::Vacant(vacant) => {
                 let facts = Arc::new(Facts::new(self.world.now()));
-                let start = Start { id: entity.id, term: owned.term, host: Arc::clone(self), facts: Arc::clone(&facts) };
+                let start =
+                    Start { id: entity.id, term: owned.term, host: Arc::clone(self), facts: Arc::clone(&facts) };
                 let supervisor = owned.supervisor.get_cell();
                 let spawned = ActorRuntime::spawn_linked_instant(None, Entity::<M>::new(), start, supervisor);
                 let (mailbox, _) = spawned.map_err(|error| AskError::Unavailable { reason: error.to_string() })?;
@@ -566,7 +567,7 @@ impl Failures {
     }
 }
 
-fn mailbox_of<M: Machine>(awake: &Awake) -> Option<(ActorRef<Message<M>>, Arc<Facts>)> {
+fn mailbox_of<M: Machine>(awake: &Awake) -> Option<Found<M>> {
     let mailbox = awake.mailbox.downcast_ref::<ActorRef<Message<M>>>()?;
     Some((mailbox.clone(), Arc::clone(&awake.facts)))
 }

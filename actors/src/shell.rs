@@ -122,7 +122,8 @@ enum How {
 impl<M: Machine> Shell<M> {
     /// A shell that asks for its snapshot at once.
     pub fn start(id: Uuid, term: Term) -> (Self, Output<M>) {
-        let shell = Self { id, term, state: None, version: 0, phase: Phase::Loading { reloads: 0 }, waiting: VecDeque::new() };
+        let shell =
+            Self { id, term, state: None, version: 0, phase: Phase::Loading { reloads: 0 }, waiting: VecDeque::new() };
         (shell, Output::Load)
     }
 
@@ -187,6 +188,7 @@ impl<M: Machine> Shell<M> {
         loop {
             let reloads = match self.phase {
                 Phase::Ready { reloads } => reloads,
+                Phase::Loading { reloads } if reloads > 0 => reloads,
                 Phase::Loading { .. } | Phase::Committing { .. } | Phase::Looking { .. } => return,
                 Phase::Over => {
                     self.refuse_waiting(&AskError::NotOwner, out);

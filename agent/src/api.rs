@@ -181,14 +181,15 @@ impl Api {
         self.post("certificate/renew", request).await
     }
 
-    /// Waits up to `timeout_seconds` (1 to 55) for a task.
+    /// Waits up to `timeout_seconds` (1 to 55) for a task. `session` is this process's own: what was handed to it is not handed to it
+    /// again while it works, and what was handed to an earlier one is.
     ///
     /// # Errors
     /// [`ApiError`].
-    pub async fn wait_task(&self, timeout_seconds: u32) -> Result<Option<Received>, ApiError> {
+    pub async fn wait_task(&self, timeout_seconds: u32, session: Uuid) -> Result<Option<Received>, ApiError> {
         let within = Duration::from_secs(u64::from(timeout_seconds)) + WAIT_MARGIN;
-        let request =
-            self.request(Method::GET, "tasks/wait").query(&[("timeout_seconds", timeout_seconds)]).timeout(within);
+        let query = [("timeout_seconds", timeout_seconds.to_string()), ("session", session.to_string())];
+        let request = self.request(Method::GET, "tasks/wait").query(&query).timeout(within);
         let response = send(request).await?;
         if response.status() == StatusCode::NO_CONTENT {
             return Ok(None);

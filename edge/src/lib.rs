@@ -8,11 +8,13 @@
 
 pub mod auth;
 pub mod body;
+pub mod bundle;
 pub mod correlation;
 pub mod error;
 pub mod host;
 pub mod identity;
 pub mod limits;
+pub mod node_api;
 pub mod node_ca;
 pub mod page;
 pub mod polls;
@@ -20,6 +22,7 @@ pub mod probe;
 pub mod runtime;
 pub mod services;
 pub mod ssh_public_key;
+pub mod tasks;
 pub mod tls;
 pub mod token;
 

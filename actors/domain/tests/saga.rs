@@ -8,6 +8,8 @@
 
 #[path = "saga/agent.rs"]
 mod agent;
+#[path = "saga/bus.rs"]
+mod bus;
 #[path = "saga/moves.rs"]
 mod moves;
 #[path = "saga/settle.rs"]
@@ -15,6 +17,7 @@ mod settle;
 #[path = "saga/world.rs"]
 mod world;
 
+use domain::Machine as _;
 use moves::{Move, Moves};
 use proptest::prelude::*;
 use world::{Delivery, World};
@@ -65,6 +68,28 @@ fn in_a_calm_world_a_rental_is_had_and_given_back() {
     world.settle();
     let seen: Vec<_> = world.history(0).collect();
     assert_eq!(seen, ["requested", "provisioning", "active", "releasing", "released"]);
+}
+
+#[test]
+fn a_placement_and_an_order_that_arrive_after_the_end_leave_no_tenant_behind() {
+    let mut world = World::new(Delivery::Again);
+    world.make(Move::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
+    let id = *world.allocations.keys().next().unwrap();
+    world.deliver_a("provisioning.requested", true);
+    world.deliver_a("node.devices_reserved", false);
+    world.deliver_a("provisioning.started", true);
+    world.release(id);
+    world.deliver_a("provisioning.release_requested", false);
+    (0..2).for_each(|node| world.make(Move::Diligent { node, luck: agent::LUCKY }));
+    world.deliver_a("node.tenant_gone", false);
+    assert_eq!(world.allocations[&id].state(), "released");
+
+    // Everything once more, and nobody knows that it is over.
+    world.deliver_a("provisioning.requested", false);
+    world.deliver_a("provisioning.started", false);
+    (0..2).for_each(|node| world.make(Move::Poll { node }));
+    world.check();
+    world.settle();
 }
 
 #[test]

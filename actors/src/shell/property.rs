@@ -1,0 +1,313 @@
+//! Whatever happens in whatever order (I1): what was acknowledged is in the store, nothing is in it twice, and every ask gets
+//! exactly one answer.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use super::*;
+use crate::ask::CommandKey;
+use crate::place::{command_id, digest_of};
+use crate::testing::{Books, Count, Counter, Refusal, asked, term};
+use domain::commit::Epoch;
+use domain::{Kind, Shard};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+const COUNTER: EntityRef = EntityRef { kind: Kind::Sku, id: Uuid::from_u128(7) };
+const SHARD: Shard = Shard(3);
+
+/// One thing that happens.
+#[derive(Clone, Debug)]
+enum Move {
+    Ask(Asking),
+    /// What the store was asked comes to its end, like this.
+    Deliver(End),
+    /// A commit whose answer was lost long ago arrives at the store.
+    ArriveLate,
+    Sleep,
+    /// So many seconds pass.
+    Pass(i64),
+    /// Another member takes the shard; a shell that is started from here has the new epoch.
+    TakeOver,
+}
+
+#[derive(Clone, Debug)]
+struct Asking {
+    /// The ticket; asks with the same one are the same command.
+    ticket: u64,
+    once: bool,
+    /// With a command id; without, each ask is a command of its own.
+    keyed: bool,
+    keep_reply: bool,
+    read: bool,
+    patience: i64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Well,
+    /// Somebody else writes first.
+    Disturbed,
+    NotApplied,
+    Refused,
+    LostAfter,
+    LostBefore,
+    /// Lost now, written later, perhaps behind the back of the next shell.
+    LostForNow,
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let asking = (0..6_u64, any::<bool>(), any::<bool>(), any::<bool>(), 0..5_u8, 0..6_i64).prop_map(
+        |(ticket, once, keyed, keep_reply, read, patience)| {
+            Move::Ask(Asking { ticket, once, keyed, keep_reply, read: read == 0, patience })
+        },
+    );
+    let end = prop_oneof![
+        8 => Just(End::Well),
+        2 => Just(End::Disturbed),
+        1 => Just(End::NotApplied),
+        1 => Just(End::Refused),
+        1 => Just(End::LostAfter),
+        1 => Just(End::LostBefore),
+        1 => Just(End::LostForNow),
+    ];
+    let one = prop_oneof![
+        8 => asking,
+        12 => end.prop_map(Move::Deliver),
+        1 => Just(Move::ArriveLate),
+        1 => Just(Move::Sleep),
+        1 => (1..4_i64).prop_map(Move::Pass),
+        1 => Just(Move::TakeOver),
+    ];
+    prop::collection::vec(one, 1..120)
+}
+
+/// The store's side of what the shell asked for.
+#[derive(Debug)]
+enum Pending {
+    Load,
+    Commit(Box<Commit>),
+    LookUp(CommandId),
+}
+
+/// The shell, the store, and everything that was said.
+struct Universe {
+    books: Books,
+    shell: Option<Shell<Counter>>,
+    pending: Option<Pending>,
+    late: Vec<Commit>,
+    epoch: i64,
+    now: i64,
+    token: u64,
+    /// The ticket and the command id of each ask; a command without an id has a ticket of its own.
+    asks: BTreeMap<u64, (u64, Option<CommandId>, bool)>,
+    answers: BTreeMap<u64, Answer<Counter>>,
+    policy: PolicyBook,
+}
+
+impl Universe {
+    fn new() -> Self {
+        Self {
+            books: Books { epochs: [(SHARD, Epoch(1))].into(), ..Books::default() },
+            shell: None,
+            pending: None,
+            late: Vec::new(),
+            epoch: 1,
+            now: 1_000,
+            token: 0,
+            asks: BTreeMap::new(),
+            answers: BTreeMap::new(),
+            policy: PolicyBook::default(),
+        }
+    }
+
+    fn take(&mut self, one: Move) {
+        match one {
+            Move::Ask(asking) => self.ask(&asking),
+            Move::Deliver(end) => self.deliver(end),
+            Move::ArriveLate => {
+                if let Some(commit) = self.late.pop() {
+                    self.books.commit(&commit);
+                }
+            }
+            Move::Sleep => self.input(Input::Sleep),
+            Move::Pass(seconds) => self.now += seconds,
+            Move::TakeOver => {
+                self.epoch += 1;
+                self.books.epochs.insert(SHARD, Epoch(self.epoch));
+            }
+        }
+    }
+
+    fn ask(&mut self, asking: &Asking) {
+        self.token += 1;
+        let token = self.token;
+        let ticket = if asking.keyed { asking.ticket } else { 1_000 + token };
+        let command = match (asking.read, asking.once) {
+            (true, _) => Count::Read,
+            (false, true) => Count::AddOnce(ticket),
+            (false, false) => Count::Add(ticket),
+        };
+        let mut about = asked(self.at() + chrono::TimeDelta::seconds(asking.patience));
+        // The same ticket with other words is another request under the same id.
+        let id = command_id(&[b"ticket", &ticket.to_be_bytes()]);
+        if asking.keyed && !asking.read {
+            let digest = digest_of(&[command_name(&command)]);
+            about.command = Some(CommandKey { keep_reply: asking.keep_reply, ..CommandKey::repeatable(id, digest) });
+        }
+        self.asks.insert(token, (ticket, about.command.as_ref().map(|key| key.id), asking.read));
+        if self.shell.is_none() {
+            let (shell, output) = Shell::start(COUNTER.id, term(SHARD, self.epoch));
+            self.shell = Some(shell);
+            self.heard(vec![output]);
+        }
+        self.input(Input::Ask(Ask { token, command, asked: about }));
+    }
+
+    fn at(&self) -> Timestamp {
+        Timestamp::from_timestamp(self.now, 0).unwrap()
+    }
+
+    fn input(&mut self, input: Input<Counter>) {
+        let at = self.at();
+        let Some(shell) = &mut self.shell else { return };
+        let outputs = shell.on(input, Now { at, seed: u128::from(self.token) << 70, policy: &self.policy });
+        self.heard(outputs);
+    }
+
+    fn heard(&mut self, outputs: Vec<Output<Counter>>) {
+        for output in outputs {
+            match output {
+                Output::Load => self.waits_for(Pending::Load),
+                Output::Commit(commit) => self.waits_for(Pending::Commit(commit)),
+                Output::LookUp(id) => self.waits_for(Pending::LookUp(id)),
+                Output::Reply(token, answer) => self.answered(token, answer),
+                // It follows a reply that was checked against the store.
+                Output::Perform(_) => {}
+                Output::Sleep | Output::Die(_) => {
+                    assert!(self.pending.is_none(), "it left while it waits for {:?}", self.pending);
+                    self.shell = None;
+                }
+                Output::Park(reason) => panic!("{reason}"),
+            }
+        }
+    }
+
+    fn waits_for(&mut self, pending: Pending) {
+        let before = self.pending.replace(pending);
+        assert!(before.is_none(), "it waits for two things: {before:?} and {:?}", self.pending);
+    }
+
+    fn answered(&mut self, token: u64, answer: Answer<Counter>) {
+        let (ticket, _, read) = self.asks[&token];
+        match &answer {
+            Ok(_) if read => {}
+            // Persist, then speak.
+            Ok(answered) => {
+                assert_eq!(self.times_counted(ticket), 1, "{ticket} is acknowledged");
+                assert_ne!(answered.written, answered.replayed);
+            }
+            // Refused for what it did itself, or for what another request did.
+            Err(AskError::Rejected(Refusal::Counted(counted))) => assert_eq!(self.times_counted(*counted), 1),
+            Err(_) => {}
+        }
+        assert!(self.answers.insert(token, answer).is_none(), "{token} is answered twice");
+    }
+
+    fn times_counted(&self, ticket: u64) -> usize {
+        self.books.counter(COUNTER.id).tickets.iter().filter(|counted| **counted == ticket).count()
+    }
+
+    fn deliver(&mut self, end: End) {
+        let unreachable = || StoreError { reason: "unreachable".to_owned() };
+        let reads = matches!(end, End::Well | End::Disturbed | End::Refused);
+        match self.pending.take() {
+            None => {}
+            Some(Pending::Load) if reads => {
+                let found = self.books.entities.get(&COUNTER).cloned();
+                self.input(Input::Loaded(Ok(found)));
+            }
+            Some(Pending::LookUp(id)) if reads => {
+                let found = self.books.commands.get(&id).cloned();
+                self.input(Input::Looked(Ok(found)));
+            }
+            Some(Pending::Load) => self.input(Input::Loaded(Err(unreachable()))),
+            Some(Pending::LookUp(_)) => self.input(Input::Looked(Err(unreachable()))),
+            Some(Pending::Commit(commit)) => {
+                let outcome = self.commit(*commit, end);
+                self.input(Input::Committed(outcome));
+            }
+        }
+    }
+
+    fn commit(&mut self, commit: Commit, end: End) -> Outcome {
+        let lost = Outcome::Unknown { reason: "the connection broke".to_owned() };
+        match end {
+            End::Well => self.books.commit(&commit),
+            End::Disturbed => {
+                self.books.disturb(COUNTER);
+                self.books.commit(&commit)
+            }
+            End::NotApplied => Outcome::NotApplied { reason: "full".to_owned() },
+            End::Refused => Outcome::Refused { constraint: "name".to_owned() },
+            End::LostBefore => lost,
+            End::LostAfter => {
+                self.books.commit(&commit);
+                lost
+            }
+            End::LostForNow => {
+                self.late.push(commit);
+                lost
+            }
+        }
+    }
+
+    /// Everything comes to its end, and then the whole is looked at.
+    fn settle(&mut self) {
+        while self.pending.is_some() {
+            self.deliver(End::Well);
+        }
+        while let Some(commit) = self.late.pop() {
+            self.books.commit(&commit);
+        }
+        assert_eq!(self.asks.keys().collect::<Vec<_>>(), self.answers.keys().collect::<Vec<_>>());
+        let tickets = self.books.counter(COUNTER.id).tickets;
+        let distinct: BTreeSet<_> = tickets.iter().collect();
+        assert_eq!(distinct.len(), tickets.len(), "counted twice: {tickets:?}");
+        assert_eq!(self.books.commits.len(), tickets.len());
+        for (ticket, answers) in self.answers_by_ticket() {
+            let done = answers.iter().any(|answer| answer.is_ok() || matches!(answer, Err(AskError::AlreadyDone)));
+            let unknown = answers.iter().any(|answer| matches!(answer, Err(AskError::Unknown { .. })));
+            match self.times_counted(ticket) {
+                0 => assert!(!done, "ticket {ticket} was acknowledged and lost: {answers:?}"),
+                _ => assert!(done || unknown, "ticket {ticket} was counted, and everybody told no: {answers:?}"),
+            }
+        }
+    }
+
+    fn answers_by_ticket(&self) -> BTreeMap<u64, Vec<&Answer<Counter>>> {
+        let mut by_ticket = BTreeMap::<_, Vec<_>>::new();
+        for (token, answer) in &self.answers {
+            let (ticket, _, read) = self.asks[token];
+            if !read {
+                by_ticket.entry(ticket).or_default().push(answer);
+            }
+        }
+        by_ticket
+    }
+}
+
+fn command_name(command: &Count) -> &'static [u8] {
+    domain::machine::Command::name(command).as_bytes()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn nothing_acknowledged_is_lost_nothing_is_done_twice_and_every_ask_is_answered_once(moves in moves()) {
+        let mut universe = Universe::new();
+        for one in moves {
+            universe.take(one);
+        }
+        universe.settle();
+    }
+}

@@ -4,7 +4,7 @@ use super::*;
 use crate::ask::CommandKey;
 use crate::testing::{Books, Count, Counter, Refusal, asked, key, panics_are_short, term, user, worker};
 use domain::authz::{Role, authorize};
-use domain::{Kind, NodeId, Shard};
+use domain::{Kind, NodeId, Principal, Shard};
 use domain::{allocation::Allocation, node::Node};
 
 const COUNTER: Uuid = Uuid::from_u128(7);
@@ -393,10 +393,7 @@ fn a_panic_of_the_machine_does_not_swallow_the_reply_to_what_is_durable() {
 #[test]
 fn a_next_state_that_cannot_be_written_down_is_not_taken() {
     let mut bench = Bench::ready();
-    assert_eq!(
-        bench.ask(1, Count::Spoil),
-        ["1: the machine failed: the next state cannot be written down: spoiled"]
-    );
+    assert_eq!(bench.ask(1, Count::Spoil), ["1: the machine failed: the next state cannot be written down: spoiled"]);
     assert_eq!(bench.ask(2, Count::Add(3)), ["commit add from 5"]);
 }
 

@@ -34,6 +34,7 @@ impl Agent {
         let mut backoff = Backoff::new(BACKOFF_BASE, Duration::from_secs(u64::from(settings.backoff_max_seconds)));
         let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_MAX);
         let mut is_polling = false;
+        let session = uuid::Uuid::new_v4();
         loop {
             // No task is asked for that could not be begun.
             let slot = tokio::select! {
@@ -49,7 +50,7 @@ impl Agent {
             let asked_at = Instant::now();
             let api = self.api();
             let answer = tokio::select! {
-                answer = api.wait_task(settings.timeout_seconds.clamp(1, 55)) => answer,
+                answer = api.wait_task(settings.timeout_seconds.clamp(1, 55), session) => answer,
                 () = self.stop.cancelled() => return,
             };
             match answer {

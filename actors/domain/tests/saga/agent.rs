@@ -22,6 +22,8 @@ pub(crate) struct Agent {
     pub(crate) results: Vec<(TaskId, u32, Verdict)>,
     /// The tenants that really are on the machine, and their GPUs.
     pub(crate) tenants: BTreeMap<AllocationId, Vec<String>>,
+    /// Those of them that were set up to the end.
+    pub(crate) ready: BTreeSet<AllocationId>,
     /// How often each task took effect.
     pub(crate) effects: BTreeMap<(TaskId, u32), u32>,
 }
@@ -57,11 +59,17 @@ impl Agent {
                 let gpus = order.placed.devices.iter().map(|device| device.uuid.clone()).collect();
                 // Even where it fails, something may be there.
                 self.tenants.insert(order.allocation_id, gpus);
-                if luck.is_multiple_of(4) { failed("setup") } else { Verdict::Succeeded { proof: None } }
+                if luck.is_multiple_of(4) {
+                    failed("setup")
+                } else {
+                    self.ready.insert(order.allocation_id);
+                    Verdict::Succeeded { proof: None }
+                }
             }
             What::Release => {
                 *self.effects.entry(task).or_default() += 1;
                 self.cleaned.insert(order.allocation_id);
+                self.ready.remove(&order.allocation_id);
                 match luck % 6 {
                     0 | 1 => failed("remains"),
                     2 => Verdict::Succeeded { proof: None },

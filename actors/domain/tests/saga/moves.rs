@@ -17,6 +17,14 @@ pub(crate) enum Move {
     WorkerDies {
         which: u8,
     },
+    /// A message is held back, for however long.
+    Strand {
+        which: u8,
+    },
+    /// One of those held back is let go.
+    Find {
+        which: u8,
+    },
     Pass {
         seconds: u16,
     },
@@ -114,9 +122,11 @@ impl Move {
         one_of(
             kind,
             &[
-                (40, &|| Self::Deliver { which: a, again: b < 64 }),
+                (28, &|| Self::Deliver { which: a, again: b < 64 }),
                 (20, &|| Self::DeliverAll),
-                (6, &|| Self::WorkerDies { which: a }),
+                (8, &|| Self::Strand { which: a }),
+                (6, &|| Self::Find { which: a }),
+                (4, &|| Self::WorkerDies { which: a }),
                 (10, &|| Self::Pass { seconds: u16::from(a) * (1 + u16::from(b % 4)) }),
                 (14, &|| Self::PassToTimer { slack: a % 4 }),
                 (6, &|| Self::TickAllocation { which: a }),

@@ -1,17 +1,16 @@
 //! The world: entities, the messages between them, and the hands that move them.
 
 use crate::agent::{Agent, LUCKY};
+use crate::bus::{Message, Placing};
 use crate::moves::Move;
 use chrono::TimeDelta;
 use domain::allocation::{self, Allocation};
 use domain::authz::{Caller, Role};
-use domain::event::Reaction;
 use domain::machine::{Machine, Timestamp};
 use domain::money::Price;
 use domain::node::{self, HealthStatus, HoldPhase, Life, Node};
-use domain::placement::{self, Candidate, Wanted};
 use domain::policy::{Key, PolicyBook, Scope, Value};
-use domain::tenant::{self, AskedScopes, Tenant};
+use domain::tenant::{self, Tenant};
 use domain::{AllocationId, Ctx, Event, NodeId, Principal, SkuId, Step, TokenId, invariant};
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
@@ -30,39 +29,19 @@ pub(crate) enum Delivery {
     Again,
 }
 
-/// A message on its way, and how far its reaction has come.
-#[derive(Clone, Debug)]
-struct Message {
-    id: u64,
-    event: Event,
-    placing: Placing,
-}
-
-/// A placement takes several steps, between which anything may happen.
-#[derive(Clone, Debug)]
-enum Placing {
-    Admit,
-    Ask { nodes: Vec<NodeId>, suggestion: String },
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Done {
-    Wholly,
-    /// More is to be done.
-    Partly(Vec<NodeId>, String),
-}
-
 pub(crate) struct World {
     pub(crate) now: Timestamp,
     policy: PolicyBook,
-    delivery: Delivery,
+    pub(crate) delivery: Delivery,
     pub(crate) nodes: BTreeMap<NodeId, Node>,
     pub(crate) allocations: BTreeMap<AllocationId, Allocation>,
     pub(crate) tenants: BTreeMap<String, Tenant>,
     pub(crate) agents: BTreeMap<NodeId, Agent>,
-    bus: Vec<Message>,
+    pub(crate) bus: Vec<Message>,
+    /// Messages that somebody holds back, for however long.
+    stranded: Vec<Message>,
     /// Which events' commands were applied, and to whom.
-    applied: BTreeSet<(u64, Uuid, &'static str)>,
+    pub(crate) applied: BTreeSet<(u64, Uuid, &'static str)>,
     /// How many enrollments each token bought.
     bought: BTreeMap<[u8; 32], u32>,
     counter: u64,
@@ -103,6 +82,7 @@ impl World {
             tenants: BTreeMap::new(),
             agents: BTreeMap::new(),
             bus: Vec::new(),
+            stranded: Vec::new(),
             applied: BTreeSet::new(),
             bought: BTreeMap::new(),
             counter: 0,
@@ -205,7 +185,7 @@ impl World {
         Ok(())
     }
 
-    fn tell_tenant(&mut self, user_id: &str, command: tenant::Command) -> Result<(), tenant::Rejection> {
+    pub(crate) fn tell_tenant(&mut self, user_id: &str, command: tenant::Command) -> Result<(), tenant::Rejection> {
         let state = self.tenants.get(user_id).cloned();
         let (next, _) = self.decide(Uuid::nil(), state.as_ref(), &Principal::system("worker"), command)?;
         if let Some(next) = next {
@@ -224,6 +204,18 @@ impl World {
                 let count = self.bus.len().max(1);
                 if let Some(message) = self.bus.get_mut(usize::from(which) % count) {
                     message.placing = Placing::Admit;
+                }
+            }
+            Move::Strand { which } => {
+                if !self.bus.is_empty() {
+                    let message = self.bus.remove(usize::from(which) % self.bus.len());
+                    self.stranded.push(message);
+                }
+            }
+            Move::Find { which } => {
+                if !self.stranded.is_empty() {
+                    let message = self.stranded.remove(usize::from(which) % self.stranded.len());
+                    self.bus.push(message);
                 }
             }
             Move::Pass { seconds } => self.pass(TimeDelta::seconds(seconds.into())),
@@ -362,132 +354,6 @@ impl World {
 
     fn tick_allocation(&mut self, id: AllocationId) {
         self.tell_allocation(id, &Principal::system("timer"), allocation::Command::Tick).unwrap();
-    }
-
-    // ---- The bus and the workers ----
-
-    pub(crate) fn bus_is_empty(&self) -> bool {
-        self.bus.is_empty()
-    }
-
-    pub(crate) fn on_the_bus(&self) -> impl Iterator<Item = &Event> {
-        self.bus.iter().map(|message| &message.event)
-    }
-
-    pub(crate) fn deliver_all(&mut self) {
-        while !self.bus.is_empty() {
-            self.deliver(0, false);
-        }
-    }
-
-    fn deliver(&mut self, which: usize, again: bool) {
-        if self.bus.is_empty() {
-            return;
-        }
-        let message = self.bus.remove(which % self.bus.len());
-        match self.react(&message) {
-            Done::Wholly if again => self.bus.push(Message { placing: Placing::Admit, ..message }),
-            Done::Wholly => {}
-            Done::Partly(nodes, suggestion) => {
-                self.bus.push(Message { placing: Placing::Ask { nodes, suggestion }, ..message });
-            }
-        }
-    }
-
-    /// True the first time, or whenever nothing counts.
-    fn first(&mut self, message: &Message, entity: Uuid, command: &'static str) -> bool {
-        self.delivery == Delivery::Again || !self.applied.contains(&(message.id, entity, command))
-    }
-
-    fn react(&mut self, message: &Message) -> Done {
-        let worker = Principal::system("provisioning");
-        match message.event.reaction() {
-            Reaction::Nothing => {}
-            Reaction::Place(allocation_id) => return self.place(message, allocation_id),
-            Reaction::Node(id, command) => {
-                if self.first(message, id.0, "") {
-                    self.tell_node(id, &worker, command).expect("the saga's orders are never refused");
-                    self.applied.insert((message.id, id.0, ""));
-                }
-            }
-            Reaction::Allocation(id, command) => {
-                if self.first(message, id.0, "") {
-                    self.tell_allocation(id, &worker, command).expect("the saga's facts are never refused");
-                    self.applied.insert((message.id, id.0, ""));
-                }
-            }
-            Reaction::Tenant { user_id, command } => {
-                if self.first(message, Uuid::nil(), "") {
-                    self.tell_tenant(&user_id, command).unwrap();
-                    self.applied.insert((message.id, Uuid::nil(), ""));
-                }
-            }
-        }
-        Done::Wholly
-    }
-
-    /// One step of the provisioning worker: count, or ask one node, or say how it went. It reads the allocation once, when it
-    /// begins; what happens meanwhile it does not see.
-    fn place(&mut self, message: &Message, id: AllocationId) -> Done {
-        let asked = self.allocations[&id].asked.clone();
-        match &message.placing {
-            Placing::Admit => {
-                let command = tenant::Command::Admit {
-                    user_id: asked.user_id.clone(),
-                    allocation_id: id,
-                    scopes: AskedScopes { org_id: None, project_id: None, plan: None },
-                };
-                if self.first(message, Uuid::nil(), "admit") {
-                    match self.tell_tenant(&asked.user_id, command) {
-                        Ok(()) => {
-                            self.applied.insert((message.id, Uuid::nil(), "admit"));
-                        }
-                        Err(tenant::Rejection::OverQuota { limit }) => {
-                            self.reached.insert("tenant over quota".to_owned());
-                            return self.conclude(message, id, allocation::Command::OverQuota { limit });
-                        }
-                        Err(other) => panic!("{other}"),
-                    }
-                }
-                let candidates: Vec<_> = self.nodes.values().map(|node| Candidate::of(node, id)).collect();
-                let wanted = Wanted {
-                    node_id: asked.node_id,
-                    region_code: asked.region_code.as_deref(),
-                    gpu_count: asked.gpu_count,
-                };
-                let nodes = placement::order(&candidates, &wanted, u128::from(message.id));
-                Done::Partly(nodes, placement::suggestion(&candidates, &wanted))
-            }
-            Placing::Ask { nodes, suggestion } => {
-                let Some((first, rest)) = nodes.split_first() else {
-                    let suggestion = Some(suggestion.clone());
-                    return self.conclude(message, id, allocation::Command::NoCapacity { suggestion });
-                };
-                if !self.first(message, first.0, "reserve") {
-                    return Done::Wholly;
-                }
-                let command =
-                    node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys: asked.ssh_keys };
-                match self.tell_node(*first, &Principal::system("provisioning"), command) {
-                    Ok(_) => {
-                        self.applied.insert((message.id, first.0, "reserve"));
-                        Done::Wholly
-                    }
-                    Err(node::Rejection::NotSchedulable { .. } | node::Rejection::NotEnoughGpus { .. }) => {
-                        Done::Partly(rest.to_vec(), suggestion.clone())
-                    }
-                    Err(other) => panic!("{other}"),
-                }
-            }
-        }
-    }
-
-    fn conclude(&mut self, message: &Message, id: AllocationId, command: allocation::Command) -> Done {
-        if self.first(message, id.0, "conclude") {
-            self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
-            self.applied.insert((message.id, id.0, "conclude"));
-        }
-        Done::Wholly
     }
 
     // ---- Nodes and their agents ----
@@ -634,11 +500,17 @@ impl World {
             let transient = invariant::allocation_is_transient(it);
             assert!(invariant::i8_what_is_transient_has_an_end(it, transient), "I8 {it:?}");
         }
+        self.failures_close_their_nodes();
         for (id, agent) in &self.agents {
             assert!(invariant::i5_a_task_takes_effect_once(&agent.effects), "I5");
             let node = &self.nodes[id];
             if node.life.is_gone() {
                 continue;
+            }
+            // Who is told that they have their GPUs has been set up on them.
+            for it in self.allocations.values().filter(|it| it.state() == "active") {
+                let here = it.place().is_some_and(|(node_id, _)| node_id == *id);
+                assert!(!here || agent.ready.contains(&it.id), "active and not set up\n{}", self.picture());
             }
             // I2 in the flesh: whoever is on the machine is known to be there, on the GPUs that it was given.
             for (tenant, gpus) in &agent.tenants {
@@ -649,6 +521,25 @@ impl World {
                 assert_eq!(held.as_ref(), Some(gpus), "a tenant that nobody knows of\n{}", self.picture());
             }
         }
+    }
+
+    /// A node with a failed release takes nobody new, once it has heard all that was said of it.
+    #[track_caller]
+    fn failures_close_their_nodes(&self) {
+        for it in self.allocations.values().filter(|it| it.state() == "release_failed") {
+            let open = it.place().is_some_and(|(node_id, _)| self.nodes[&node_id].gpus_free() > 0);
+            let id = it.id.to_string();
+            let unheard = || {
+                let on_their_way = self.bus.iter().chain(&self.stranded);
+                on_their_way.into_iter().any(|message| format!("{:?}", message.event).contains(&id))
+            };
+            assert!(!open || unheard(), "a failed release on an open node\n{}", self.picture());
+        }
+    }
+
+    /// What was held back is let go.
+    pub(crate) fn find_all(&mut self) {
+        self.bus.append(&mut self.stranded);
     }
 
     /// The states through which the `n`th allocation went.

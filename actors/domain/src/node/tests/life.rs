@@ -1,0 +1,225 @@
+//! How a machine becomes a node, how it is heard, and what an administrator does with it.
+
+use super::*;
+
+#[test]
+fn what_does_not_exist_can_only_be_registered() {
+    let policy = PolicyBook::default();
+    for (said, by, command) in life_commands().into_iter().skip(1) {
+        assert_eq!(Node::decide(None, command, &ctx(start(), &policy, &by)).err(), Some(Rejection::NotFound), "{said}");
+    }
+}
+
+#[test]
+fn a_registration_must_agree_with_its_sku() {
+    let wrong = Registration { gpus_total: 3, ..registration() };
+    assert_eq!(register(wrong).err(), Some(Rejection::GpusDiffer { given: 3, promised: GPUS }));
+    let abroad = Registration { region_code: "mars".into(), ..registration() };
+    assert_eq!(register(abroad).err(), Some(Rejection::RegionNotAllowed { region_code: "mars".into() }));
+}
+
+#[test]
+fn a_node_is_onboarded() {
+    let active = node().expect("registered").invited().expect("bootstrap_issued").agent(enrollment());
+    let active = active.expect("enrolling").agent(poll()).expect("active").says(&["node.state_changed"]);
+    assert_eq!(active.node.gpus_free(), GPUS);
+}
+
+#[test]
+fn a_token_buys_one_enrollment() {
+    let enrolled = node().enrolled();
+    let refused = |cause| Rejection::TokenRefused { cause };
+    assert_eq!(enrolled.refuses(&agent(), enrollment()), refused(TokenCause::Consumed));
+    assert_eq!(node().refuses(&agent(), enrollment()), refused(TokenCause::NoneIssued));
+    let late = node().invited().at_its_timer();
+    assert_eq!(late.refuses(&agent(), enrollment()), refused(TokenCause::Expired));
+    let other = Command::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: [8; 32], ttl_seconds: None };
+    assert_eq!(node().invited().admin(other).refuses(&agent(), enrollment()), refused(TokenCause::Mismatch));
+}
+
+#[test]
+fn a_token_that_nobody_uses_expires_with_its_time_to_live() {
+    let short = Command::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: HASH, ttl_seconds: Some(5) };
+    let story = node().admin(short);
+    assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(5)));
+    let expired = story.at_its_timer().ticked().expect("registered");
+    assert_eq!(expired.node.identity.token, None);
+}
+
+#[test]
+fn an_enrollment_that_comes_to_nothing_voids_its_certificate() {
+    let expired = node().enrolled().at_its_timer().ticked().expect("bootstrap_issued");
+    assert_eq!(expired.refuses(&agent(), poll()), Rejection::CertificateUnknown);
+    assert_eq!(expired.effects, [Effect::CloseNode(NODE)]);
+    expired.ticked().expect("registered").invited().agent(enrollment()).expect("enrolling");
+}
+
+#[test]
+fn an_inventory_that_is_not_the_skus_keeps_the_node_from_becoming_active() {
+    let short = node().enrolled().agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 1))).expect("enrolling");
+    assert_eq!(short.node.reason.code, "inventory_mismatch");
+    short.heard().expect("active");
+}
+
+#[test]
+fn what_the_inventory_lacks_is_said_in_a_sentence() {
+    let mut node = node().active().node;
+    let mut table = String::new();
+    let mut look = |inventory: Option<Inventory>| {
+        node.inventory = inventory;
+        writeln!(table, "{}", node.mismatch().unwrap_or_else(|| "as promised".into())).unwrap();
+    };
+    let changed = |change: &dyn Fn(&mut Gpu)| {
+        let mut inventory = inventory(GPUS);
+        change(&mut inventory.gpus[1]);
+        Some(inventory)
+    };
+    look(None);
+    look(Some(inventory(GPUS)));
+    look(Some(inventory(GPUS + 1)));
+    look(changed(&|gpu| gpu.model = "A100".into()));
+    look(changed(&|gpu| gpu.model = " h100 ".into()));
+    look(changed(&|gpu| gpu.memory_mib = 75_999));
+    look(changed(&|gpu| gpu.memory_mib = 76_000));
+    look(changed(&|gpu| gpu.uuid = "GPU-0".into()));
+    insta::assert_snapshot!(table, @r"
+    No inventory was reported.
+    as promised
+    The SKU h100x4 has 4 GPUs, the machine reports 5.
+    GPU 1 is a A100, the SKU promises H100.
+    as promised
+    GPU 1 has 75999 MiB of memory, the SKU promises 80000.
+    as promised
+    Two of the GPUs report the same UUID.
+    ");
+}
+
+#[test]
+fn a_certificate_counts_in_its_own_generation_and_time_and_for_its_own_node() {
+    let active = node().active();
+    assert_eq!(active.clone().after(TimeDelta::days(30)).refuses(&agent(), poll()), Rejection::CertificateExpired);
+    assert_eq!(active.refuses(&Principal::Node(NodeId(Uuid::nil())), poll()), Rejection::ForeignNode { id: NODE });
+    assert_eq!(active.refuses(&admin(), poll()), Rejection::ForeignNode { id: NODE });
+    let mut cloned = active.clone();
+    cloned.node.identity.generation += 1;
+    assert_eq!(cloned.refuses(&agent(), poll()), Rejection::CertificateUnknown);
+    let renewed = active.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") });
+    // The agent keeps the old one until the new one is stored.
+    assert_eq!(renewed.node.identity.certificates.len(), 2);
+    renewed.agent(Command::Poll { serial: "02".into() }).agent(poll());
+}
+
+#[test]
+fn a_removed_node_gets_nothing_from_the_moment_of_the_answer() {
+    let removing = node().active().retired().removing().expect("removing");
+    assert_eq!(removing.effects, [Effect::CloseNode(NODE)]);
+    let removed = removing.clone().at_its_timer().ticked().expect("removed");
+    for story in [removing, removed] {
+        let renew = Command::Renew { serial: SERIAL.into(), issued: certificate("02") };
+        for command in [poll(), heartbeat(HealthStatus::Ok, inventory(GPUS)), enrollment(), renew] {
+            assert_eq!(story.refuses(&agent(), command), Rejection::Removed);
+        }
+    }
+}
+
+#[test]
+fn a_silent_node_goes_offline_keeps_its_tenants_and_comes_back_when_heard() {
+    let silent = node().active().ready().offline().expect("offline");
+    assert_eq!(silent.now - start(), TimeDelta::seconds(90));
+    assert_eq!(silent.node.holds.len(), 1);
+    assert_eq!(silent.node.gpus_free(), 0);
+    let back = silent.agent(poll()).expect("active");
+    assert_eq!(back.node.timer(), Some(back.now + TimeDelta::seconds(90)));
+}
+
+#[test]
+fn a_contact_is_written_only_where_the_last_one_grows_old() {
+    let active = node().active();
+    active.clone().after(TimeDelta::seconds(29)).agent(poll()).unmoved();
+    let noted = active.after(TimeDelta::seconds(30)).agent(poll());
+    assert!(noted.wrote);
+    assert_eq!(noted.node.timer(), Some(noted.now + TimeDelta::seconds(90)));
+}
+
+#[test]
+fn critical_health_quarantines_and_repair_brings_back_what_was() {
+    let critical = || heartbeat(HealthStatus::Critical, inventory(GPUS));
+    for story in [node().enrolled(), node().active(), node().active().retired()] {
+        let was = story.node.state();
+        let sick = story.agent(critical()).expect("quarantined");
+        assert_eq!(sick.node.reason.code, "health_critical");
+        let release = Command::ReleaseQuarantine { reason: "repaired".into() };
+        assert!(matches!(sick.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
+        sick.heard().expect("quarantined").admin(release).expect(was);
+    }
+}
+
+#[test]
+fn a_machine_that_changes_in_service_is_quarantined() {
+    let drifted = node().active().ready().agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 1)));
+    let drifted = drifted.expect("quarantined");
+    assert_eq!(drifted.node.reason.code, "inventory_drift");
+    assert_eq!(drifted.node.holds.len(), 1);
+}
+
+#[test]
+fn a_quarantine_of_what_was_never_enrolled_can_be_released() {
+    let release = Command::ReleaseQuarantine { reason: "r".into() };
+    node().quarantined().admin(release.clone()).expect("registered");
+    node().invited().quarantined().admin(release).expect("bootstrap_issued");
+    // And it cannot slip into service from there.
+    assert!(matches!(node().quarantined().refuses(&admin(), retire(false)), Rejection::WrongState { .. }));
+}
+
+#[test]
+fn a_quarantined_machine_that_is_beyond_repair_can_be_removed() {
+    let used = node().active().ready().quarantined();
+    assert_eq!(used.refuses(&admin(), retire(false)), Rejection::InUse { allocation_id: TENANT });
+    let dead = node().active().abandoned().expect("quarantined").retired().expect("retired");
+    let refused = dead.refuses(&admin(), Command::Reactivate { reason: "r".into() });
+    assert!(matches!(refused, Rejection::NotInOrder { .. }), "what is left on it keeps it from coming back");
+    let gone = dead.removing().at_its_timer().ticked().expect("removed");
+    assert!(gone.node.holds.is_empty());
+}
+
+#[test]
+fn a_node_in_use_is_not_retired_but_drained() {
+    for story in [
+        node().active().reserved(),
+        node().active().provisioning(),
+        node().active().ready(),
+        node().active().releasing(),
+        node().active().release_failed(),
+    ] {
+        assert_eq!(story.refuses(&admin(), retire(false)), Rejection::InUse { allocation_id: TENANT });
+        let draining = story.admin(retire(true)).expect("draining");
+        assert_eq!(draining.node.gpus_free(), 0);
+    }
+    let last = node().active().ready().admin(retire(true)).cleaning(1).reports(PROVED);
+    last.expect("retired").says(&["node.state_changed", "node.tenant_gone"]);
+}
+
+#[test]
+fn a_drain_that_ended_in_quarantine_is_a_retirement() {
+    let draining = node().active().ready().admin(retire(true)).quarantined();
+    let emptied = draining.cleaning(1).reports(PROVED).expect("quarantined");
+    emptied.admin(Command::ReleaseQuarantine { reason: "r".into() }).expect("retired");
+}
+
+#[test]
+fn a_retired_node_comes_back_only_in_order() {
+    let reactivate = || Command::Reactivate { reason: "r".into() };
+    let retired = node().active().retired();
+    retired.clone().admin(reactivate()).expect("active");
+    let silent = retired.after(TimeDelta::seconds(90));
+    assert!(matches!(silent.refuses(&admin(), reactivate()), Rejection::NotInOrder { .. }));
+    silent.heard().expect("retired").admin(reactivate()).expect("active");
+}
+
+#[test]
+fn how_long_silence_may_last_is_policy() {
+    let story = node().policy(Key::NodeOfflineAfter, 10).active();
+    assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(10)));
+    let Reply::Heard { next_heartbeat_seconds } = story.heard().reply else { panic!("no answer") };
+    assert_eq!(next_heartbeat_seconds, 3);
+}

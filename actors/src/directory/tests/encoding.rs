@@ -1,0 +1,345 @@
+//! Every command, reply and rejection of every machine comes out of the encoding between members as it went in.
+
+use super::*;
+use domain::allocation::{self, Failure, Placed};
+use domain::event::Device;
+use domain::machine::Ctx;
+use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
+use domain::node::{Registration, Seen, TokenCause, Verdict, What, Work};
+use domain::policy::PolicyBook;
+use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, sku, tenant};
+use serde_json::json;
+use std::fmt::Debug;
+
+const NODE: NodeId = NodeId(Uuid::from_u128(0x10));
+const TENANT: AllocationId = AllocationId(ALLOCATION);
+
+fn at() -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000, 123_456_000).unwrap()
+}
+
+/// Over the bus and back, as bytes.
+fn survives<M: Machine>(
+    commands: Vec<M::Command>,
+    replies: impl IntoIterator<Item = M::Reply>,
+    rejections: impl IntoIterator<Item = M::Rejection>,
+) where
+    M::Command: PartialEq + Debug,
+    M::Reply: PartialEq,
+    M::Rejection: PartialEq,
+{
+    for command in commands {
+        let bytes = serde_json::to_vec(&serde_json::to_value(&command).unwrap()).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(serde_json::from_value::<M::Command>(value).unwrap(), command);
+    }
+    let replies = replies.into_iter().map(|reply| Ok(Answered { reply, replayed: true, written: false, version: 7 }));
+    let reason = || "a reason".to_owned();
+    let errors = [
+        AskError::Denied,
+        AskError::InProgress,
+        AskError::AlreadyDone,
+        AskError::Reused,
+        AskError::Taken { constraint: "name".to_owned() },
+        AskError::Overloaded,
+        AskError::Parked { reason: reason() },
+        AskError::Unavailable { reason: reason() },
+        AskError::Unknown { reason: reason() },
+        AskError::Broken { reason: reason() },
+        AskError::NotOwner,
+    ];
+    let refused = rejections.into_iter().map(AskError::Rejected).chain(errors).map(Err);
+    for answer in replies.chain(refused) {
+        let answer: Answer<M> = answer;
+        let bytes = serde_json::to_vec(&Response { v: VERSION, answer: encode::<M>(answer.clone()) }).unwrap();
+        let response: Response = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(decode::<M>(response.answer), answer);
+    }
+}
+
+/// What `command` makes of `state`.
+fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, id: Uuid) -> (M, M::Reply) {
+    let policy = PolicyBook::default();
+    let ctx = Ctx { now: at(), policy: &policy, by, correlation_id: "c", seed: 5, id, version: 0 };
+    let step = M::decide(state, command, &ctx).unwrap();
+    (step.next.unwrap(), step.reply)
+}
+
+fn placed() -> Placed {
+    Placed {
+        devices: vec![Device { index: 1, uuid: "GPU-1".into() }],
+        host: "node-a".into(),
+        port: 22,
+        user_name: "t1".into(),
+        region_code: "eu".into(),
+    }
+}
+
+fn text() -> String {
+    "ünïcode \"quoted\" \\ and a line\n".to_owned()
+}
+
+#[test]
+fn of_an_allocation() {
+    use allocation::{Command, Rejection};
+    let worker = crate::testing::worker();
+    let (requested, reply) = decided::<Allocation>(None, rent(), &ann(), ALLOCATION);
+    let reserved = Command::Reserved { node_id: NODE, placed: placed() };
+    let (provisioning, _) = decided(Some(&requested), reserved.clone(), &worker, ALLOCATION);
+    let (active, _) = decided(Some(&provisioning), Command::Provisioned { node_id: NODE }, &worker, ALLOCATION);
+    let (mut releasing, _) = decided(Some(&active), Command::Release { issue: Some(text()) }, &ann(), ALLOCATION);
+    releasing.failure = Some(Failure { phase: "active".into(), code: "code".into(), message: text(), retryable: true });
+    let commands = vec![
+        rent(),
+        Command::Release { issue: None },
+        Command::Release { issue: Some(text()) },
+        Command::RetryRelease { reason: text() },
+        Command::ForceRelease { reason: text() },
+        reserved,
+        Command::NoCapacity { suggestion: Some(text()) },
+        Command::OverQuota { limit: -1 },
+        Command::Provisioned { node_id: NODE },
+        Command::ProvisionFailed { node_id: NODE, reason: text(), detail: text() },
+        Command::Cleaned { node_id: NODE, attempt: 3 },
+        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() },
+        Command::Tick,
+    ];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::WrongState { state: "active".into(), command: "request".into() },
+        Rejection::GpuCount { max: 64 },
+        Rejection::QueueSeconds { max: i64::MAX },
+    ];
+    let replies = [reply, Box::new(provisioning), Box::new(active), Box::new(releasing)];
+    survives::<Allocation>(commands, replies, rejections);
+}
+
+fn inventory() -> Inventory {
+    Inventory {
+        gpus: vec![Gpu { index: 0, uuid: "GPU-0".into(), model: "H100".into(), memory_mib: u64::MAX }],
+        gpu_source: "simulated".into(),
+        executor: "sandbox".into(),
+        isolates_devices: true,
+        cpu_cores: 8,
+        memory_mib: 64_000,
+        storage_gib: 1_000,
+    }
+}
+
+fn registration() -> Registration {
+    let sku = Promise {
+        sku_id: SkuId(Uuid::from_u128(1)),
+        name: "h100".into(),
+        gpu_model: "H100".into(),
+        gpu_memory_mib: 80_000,
+        gpu_count: 1,
+        allowed_regions: vec!["eu".into()],
+    };
+    Registration {
+        host: "node-a".into(),
+        port: 22,
+        ssh_username: "ops".into(),
+        ssh_public_key: "ssh-ed25519 AAAA".into(),
+        ssh_key_fingerprint: "SHA256:x".into(),
+        sku,
+        region_code: "eu".into(),
+        gpus_total: 1,
+        onboarding_mode: OnboardingMode::Manual,
+    }
+}
+
+fn node_commands() -> Vec<node::Command> {
+    use node::Command;
+    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2 };
+    let enrollment = Enrollment {
+        token_sha256: [255; 32],
+        issued: issued.clone(),
+        recovery_public_key: "AAAA".into(),
+        boot_id: "boot".into(),
+        agent_version: "0.1.0".into(),
+        protocol: 3,
+        inventory: inventory(),
+    };
+    let seen = Seen {
+        boot_id: "boot".into(),
+        agent_version: "0.1.0".into(),
+        protocol: 3,
+        last_seen_at: at(),
+        silent_at: at(),
+    };
+    let health = Health {
+        alerts: vec![json!({ "probe_id": "xid", "n": 1.5, "deep": [null, { "a": -1 }] })],
+        ..Health::default()
+    };
+    let probe = Probe { reachable: false, checked_at: at(), error: Some(text()) };
+    let failed = Verdict::Failed { code: "code".into(), message: text() };
+    vec![
+        Command::Register { registration: Box::new(registration()), probe: Some(probe) },
+        Command::Revise {
+            host: Some("b".into()),
+            port: Some(u16::MAX),
+            ssh_username: None,
+            if_version: Some(i64::MAX),
+        },
+        Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: Some(60) },
+        Command::Retire { reason: text(), drain: true },
+        Command::Reactivate { reason: text() },
+        Command::Remove { reason: text() },
+        Command::Quarantine { reason: text() },
+        Command::ReleaseQuarantine { reason: text() },
+        Command::Enroll(Box::new(enrollment)),
+        Command::Renew { serial: "09".into(), issued },
+        Command::Poll { serial: "0a".into() },
+        Command::Heartbeat {
+            serial: "0a".into(),
+            seen: Box::new(seen),
+            inventory: Box::new(inventory()),
+            health: Box::new(health),
+        },
+        Command::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed },
+        Command::Report {
+            serial: "0a".into(),
+            task_id: TaskId(ALLOCATION),
+            attempt: 2,
+            verdict: Verdict::Succeeded { proof: Some(TENANT) },
+        },
+        Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys },
+        Command::Unreserve { allocation_id: TENANT },
+        Command::Provision { allocation_id: TENANT, deadline_at: at() },
+        Command::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() },
+        Command::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 },
+        Command::Fence { allocation_id: TENANT, attempt: 1 },
+        Command::Abandon { allocation_id: TENANT },
+        Command::Tick,
+    ]
+}
+
+fn node_rejections() -> Vec<node::Rejection> {
+    use node::Rejection;
+    let causes = [TokenCause::NoneIssued, TokenCause::Mismatch, TokenCause::Expired, TokenCause::Consumed];
+    let refused = causes.map(|cause| Rejection::TokenRefused { cause });
+    let mut rejections = vec![
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::WrongState { state: "active".into(), command: "retire".into() },
+        Rejection::InUse { allocation_id: TENANT },
+        Rejection::GpusDiffer { given: 1, promised: 2 },
+        Rejection::RegionNotAllowed { region_code: text() },
+        Rejection::VersionDiffers,
+        Rejection::NotInOrder { why: text() },
+        Rejection::CertificateUnknown,
+        Rejection::CertificateExpired,
+        Rejection::Removed,
+        Rejection::Fenced { allocation_id: TENANT },
+        Rejection::ForeignNode { id: NODE },
+        Rejection::TaskUnknown,
+        Rejection::StaleAttempt { given: 1, current: 2 },
+        Rejection::NotSchedulable { why: text() },
+        Rejection::NotEnoughGpus { free: 1, wanted: 2 },
+    ];
+    rejections.extend(refused);
+    rejections
+}
+
+#[test]
+fn of_a_node() {
+    use node::{Command, Reply};
+    let admin = user("root", &[Role::Admin]);
+    let register = Command::Register { registration: Box::new(registration()), probe: None };
+    let (registered, reply) = decided::<Node>(None, register, &admin, NODE.0);
+    let token = Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
+    let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
+    node.inventory = Some(inventory());
+    let work = Work { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at() };
+    let order = |what| Order { work: work.clone(), allocation_id: TENANT, placed: placed(), sku: "h100".into(), what };
+    let hold = node::Hold {
+        placed: placed(),
+        keys: request().ssh_keys,
+        phase: node::HoldPhase::Releasing { work: work.clone() },
+    };
+    node.holds.insert(TENANT, hold);
+    node.fenced_by.insert(TENANT);
+    let orders = vec![order(What::Release), order(What::Provision { keys: request().ssh_keys })];
+    let replies = [
+        reply,
+        Reply::Node { node: Box::new(node) },
+        Reply::TokenIssued { expires_at: at() },
+        Reply::Enrolled { identity_generation: 1, recoveries_left: 5 },
+        Reply::Work { orders },
+        Reply::Heard { next_heartbeat_seconds: 30 },
+        Reply::Reserved { placed: placed() },
+        Reply::Done,
+    ];
+    survives::<Node>(node_commands(), replies, node_rejections());
+}
+
+#[test]
+fn of_a_sku() {
+    use sku::{Command, Rejection, Spec};
+    let spec = Spec {
+        name: "h100".into(),
+        gpu_vendor: "nvidia".into(),
+        gpu_model: "H100".into(),
+        gpu_memory_mib: 80_000,
+        gpu_count: 8,
+        cpu_model: "epyc".into(),
+        cpu_cores: 64,
+        memory_mib: 1_000_000,
+        storage_gib: 10_000,
+        interconnect: Some("nvlink".into()),
+        allowed_regions: vec!["eu".into(), "us".into()],
+    };
+    let price = Price::new("EUR", 250).unwrap();
+    let create = Command::Create { spec: Box::new(spec), price: price.clone() };
+    let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let commands = vec![
+        create,
+        Command::Revise { price: Some(price), allowed_regions: Some(Vec::new()) },
+        Command::Revise { price: None, allowed_regions: None },
+        Command::Activate { reason: text() },
+        Command::Deactivate { reason: text() },
+        Command::Tick,
+    ];
+    let wrong = Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() };
+    survives::<Sku>(commands, [reply], [Rejection::NotFound, Rejection::Exists, wrong]);
+}
+
+#[test]
+fn of_a_tenant() {
+    use tenant::{AskedScopes, Command, Rejection, Reply};
+    let add = Command::AddKey {
+        user_id: "ann".into(),
+        name: text(),
+        key_type: "ssh-ed25519".into(),
+        public_key: "ssh-ed25519 AAAA".into(),
+        fingerprint: "SHA256:x".into(),
+    };
+    let (_, reply) = decided::<Tenant>(None, add.clone(), &ann(), ALLOCATION);
+    let ssh_key = SshKeyId(ALLOCATION);
+    let scopes = AskedScopes { org_id: None, project_id: Some("p".into()), plan: Some(text()) };
+    let commands = vec![
+        add,
+        Command::DeleteKey { key: ssh_key },
+        Command::MakeDefault { key: ssh_key },
+        Command::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes },
+        Command::Forget { allocation_id: TENANT },
+        Command::Tick,
+    ];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::KeyExists { existing: ssh_key },
+        Rejection::TooManyKeys,
+        Rejection::OverQuota { limit: 50 },
+    ];
+    survives::<Tenant>(commands, [reply, Reply::Done], rejections);
+}
+
+#[test]
+fn of_whoever_asks() {
+    let permit = authorize(&user("ann", &[Role::User, Role::Admin]), Action::Rent).unwrap();
+    let asked = Asked::new(&permit, "c", at()).once(key("k")).urgently().traced(Some("00-trace".into()));
+    let bytes = serde_json::to_vec(&asked).unwrap();
+    let back: Asked = serde_json::from_slice(&bytes).unwrap();
+    assert_eq!(format!("{back:?}"), format!("{asked:?}"));
+}

@@ -1,0 +1,110 @@
+//! How a node gets its certificate, and the next one.
+
+use super::answer::{refused, refused_enrollment, token_refused};
+use super::gate::Admitted;
+use super::spoken::Spoken;
+use super::{NodeApi, inventory, unexpected};
+use crate::body::Path;
+use crate::correlation::Scope;
+use crate::error::ApiError;
+use crate::identity::NodeIdentity;
+use crate::node_ca::{IssueError, Issued};
+use crate::token::{self, Purpose};
+use actors::CommandKey;
+use actors::place::{command_id, digest_of};
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use domain::NodeId;
+use domain::node::{Certificate, Command, Enrollment, Reply};
+use domain::policy::{Key, Scopes};
+use secrecy::SecretString;
+use uuid::Uuid;
+use wire::VerifierSet;
+use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+
+/// `POST /internal/v1/nodes/{id}/enroll`. Everything that can be wrong with the request is found before the token is spent.
+pub(super) async fn enroll(
+    State(api): State<NodeApi>,
+    _: Admitted,
+    scope: Scope,
+    Path(id): Path<Uuid>,
+    Spoken(request): Spoken<EnrollRequest>,
+) -> Result<(StatusCode, Json<EnrollAnswer>), ApiError> {
+    scope.record_resource(format_args!("node/{id}"));
+    let node_id = NodeId(id);
+    let agent_version = inventory::agent_version(&request.agent_version)?;
+    let inventory = inventory::inventory(request.inventory)?;
+    let presented = SecretString::from(request.enrollment_token.expose());
+    let token = token::read(Purpose::Enrollment, &presented)
+        .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
+    let issued = api.issue(node_id, &request.csr_pem)?;
+    let command = Command::Enroll(Box::new(Enrollment {
+        token_sha256: token.to_bytes(),
+        issued: certificate(&issued),
+        recovery_public_key: request.recovery_public_key.to_string(),
+        boot_id: request.boot_id.to_string(),
+        agent_version,
+        protocol: request.protocol,
+        inventory,
+    }));
+    // The serial is this request's alone: the command is repeatable by us, not by whoever sends the token again.
+    let once = CommandKey::repeatable(
+        command_id(&[b"enroll", id.as_bytes(), issued.serial.as_bytes()]),
+        digest_of(&[issued.serial.as_bytes()]),
+    );
+    let answered = api.ask_until_certain(&scope, node_id, command, once).await.map_err(refused_enrollment)?;
+    let answer = answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version))?;
+    Ok((StatusCode::CREATED, Json(answer)))
+}
+
+/// `POST /internal/v1/nodes/{id}/certificate/renew`. The certificate that asks stays good until its own end.
+pub(super) async fn renew(
+    State(api): State<NodeApi>,
+    node: NodeIdentity,
+    scope: Scope,
+    Spoken(request): Spoken<RenewRequest>,
+) -> Result<Json<EnrollAnswer>, ApiError> {
+    let node_id = NodeId(node.node_id);
+    let issued = api.issue(node_id, &request.csr_pem)?;
+    let command = Command::Renew { serial: node.serial, issued: certificate(&issued) };
+    let answered = api.ask(&scope, node_id, command, |asked| asked).await.map_err(refused)?;
+    // Rotations are told by heartbeats: a renewal names no version.
+    answer(issued, &answered.reply, Vec::new()).map(Json)
+}
+
+impl NodeApi {
+    fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<Issued, ApiError> {
+        let world = &self.services.world;
+        let now = world.now();
+        let ttl = world.policy().seconds(Key::NodeCertificateTtl, &Scopes::global(), now);
+        self.services.trust.node_ca.issue(node_id.0, csr_pem, now, now + ttl).map_err(|error| match error {
+            IssueError::Request(csr) => {
+                ApiError::invalid_request(format!("The certificate request cannot be used: {csr}."))
+                    .detail("field", "csr_pem")
+            }
+            IssueError::AuthorityEnds(_) | IssueError::NoValidity | IssueError::Sign(_) => ApiError::internal(error),
+        })
+    }
+
+    /// The verifier sets that an agent lacks whose newest is `version`.
+    pub(super) fn verifier_sets_after(&self, version: u64) -> Vec<VerifierSet> {
+        let in_force = &self.services.trust.verifier_set;
+        if in_force.version > version { vec![in_force.clone()] } else { Vec::new() }
+    }
+}
+
+fn certificate(issued: &Issued) -> Certificate {
+    Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0 }
+}
+
+fn answer(issued: Issued, reply: &Reply, verifier_sets: Vec<VerifierSet>) -> Result<EnrollAnswer, ApiError> {
+    let Reply::Enrolled { identity_generation, recoveries_left } = reply else { return Err(unexpected(reply)) };
+    Ok(EnrollAnswer {
+        certificate_pem: issued.certificate_pem,
+        chain_pem: issued.chain_pem,
+        not_after: issued.not_after,
+        recovery: Recovery { identity_generation: u64::from(*identity_generation), remaining: *recoveries_left },
+        verifier_sets,
+    })
+}

@@ -1,0 +1,146 @@
+//! Whether a result proves what it says: a release has succeeded only with a report, signed by the node's own key, that everything
+//! was looked for and nothing is left (decisions 4, *Clean-up proof*).
+
+use super::inventory::clipped;
+use domain::node::{Hold, HoldPhase, Node, Verdict};
+use domain::{AllocationId, NodeId, TaskId};
+use std::fmt::Write as _;
+use thiserror::Error;
+use wire::Envelope;
+use wire::PublicKey;
+use wire::proof::{CleanupReport, Outcome, ProofError};
+use wire::task::{TaskResult, TaskStatus};
+
+/// What is kept of a failure's code and words; they go into the node's history and into events.
+const CODE: usize = 64;
+const WORDS: usize = 500;
+
+/// What the node's machine is to be told of a result. `node` is needed where the result carries a proof.
+pub(super) fn verdict(result: &TaskResult, node_id: NodeId, task_id: TaskId, node: Option<&Node>) -> Verdict {
+    match (result.status, &result.proof) {
+        (TaskStatus::Failed, _) => match &result.error {
+            Some(error) => Verdict::Failed { code: code_of(&error.code), message: clipped(&error.message, WORDS) },
+            None => Verdict::Failed { code: "failed".into(), message: "The agent gave no reason.".into() },
+        },
+        (TaskStatus::Succeeded, None) => Verdict::Succeeded { proof: None },
+        // Nothing of a setup is proved, whatever comes with it.
+        (TaskStatus::Succeeded, Some(_)) if node.is_some_and(|node| is_setup(node, task_id)) => {
+            Verdict::Succeeded { proof: None }
+        }
+        (TaskStatus::Succeeded, Some(proof)) => match check(proof, result.attempt, node_id, task_id, node) {
+            Ok(allocation) => Verdict::Succeeded { proof: Some(allocation) },
+            Err(fault) => {
+                Verdict::Failed { code: fault.code().to_owned(), message: clipped(&fault.to_string(), WORDS) }
+            }
+        },
+    }
+}
+
+/// What is wrong with a proof, in an operator's words.
+#[derive(Debug, Error)]
+enum Fault {
+    #[error("the node has no recovery key to verify the clean-up report with")]
+    NoKey,
+    #[error("{0}")]
+    Unreadable(#[from] ProofError),
+    #[error("the clean-up report is of another {0}")]
+    Foreign(&'static str),
+    #[error("the clean-up report leaves out: {0}")]
+    Incomplete(String),
+    #[error("the clean-up left: {0}")]
+    Leftovers(String),
+}
+
+impl Fault {
+    const fn code(&self) -> &'static str {
+        match self {
+            Self::NoKey | Self::Unreadable(_) | Self::Foreign(_) | Self::Incomplete(_) => "proof_invalid",
+            Self::Leftovers(_) => "leftovers",
+        }
+    }
+}
+
+/// The allocation whose end is proved.
+fn check(
+    proof: &Envelope,
+    attempt: u32,
+    node_id: NodeId,
+    task_id: TaskId,
+    node: Option<&Node>,
+) -> Result<AllocationId, Fault> {
+    let key: Option<PublicKey> =
+        node.and_then(|node| node.identity.recovery_public_key.as_ref()).and_then(|key| key.parse().ok());
+    let report = CleanupReport::open(proof, &key.ok_or(Fault::NoKey)?)?;
+    let booted = node.and_then(|node| node.seen.as_ref()).map(|seen| seen.boot_id.as_str());
+    let held = node.and_then(|node| hold_of(node, task_id)).map(|(allocation_id, _)| allocation_id);
+    let allocation_id = AllocationId(report.allocation_id);
+    if report.node_id != node_id.0 {
+        return Err(Fault::Foreign("node"));
+    }
+    if report.task_id != task_id.0 {
+        return Err(Fault::Foreign("task"));
+    }
+    if report.attempt != attempt {
+        return Err(Fault::Foreign("attempt"));
+    }
+    // Where the node has no such task the machine says so.
+    if held.is_some_and(|held| held != allocation_id) {
+        return Err(Fault::Foreign("allocation"));
+    }
+    if booted != Some(report.boot_id.to_string().as_str()) {
+        return Err(Fault::Foreign("boot than the one the agent was last heard in"));
+    }
+    if report.leftovers().next().is_some() {
+        return Err(Fault::Leftovers(leftovers(&report)));
+    }
+    let missing: Vec<_> = report.not_looked_for().map(|what| format!("{what:?}")).collect();
+    if !missing.is_empty() {
+        return Err(Fault::Incomplete(missing.join(", ")));
+    }
+    Ok(allocation_id)
+}
+
+fn leftovers(report: &CleanupReport) -> String {
+    const NAMED: usize = 5;
+    let mut words = String::new();
+    for finding in report.leftovers().take(NAMED) {
+        let outcome = match finding.outcome {
+            Outcome::Present => "is present",
+            Outcome::Unknown => "could not be looked at",
+            Outcome::Gone => "is gone",
+        };
+        let separator = if words.is_empty() { "" } else { "; " };
+        let _ = write!(words, "{separator}{:?} {} {outcome}", finding.what, clipped(&finding.looked_for, 80));
+    }
+    let more = report.leftovers().count().saturating_sub(NAMED);
+    if more > 0 {
+        let _ = write!(words, "; and {more} more");
+    }
+    words
+}
+
+fn is_setup(node: &Node, task_id: TaskId) -> bool {
+    hold_of(node, task_id).is_some_and(|(_, hold)| matches!(hold.phase, HoldPhase::Provisioning { .. }))
+}
+
+/// The hold that a task is about.
+fn hold_of(node: &Node, task_id: TaskId) -> Option<(AllocationId, &Hold)> {
+    node.holds.iter().find_map(|(id, hold)| match &hold.phase {
+        HoldPhase::Provisioning { work }
+        | HoldPhase::Releasing { work }
+        | HoldPhase::ReleaseFailed { work }
+        | HoldPhase::Abandoned { work } => (work.task_id == task_id).then_some((*id, hold)),
+        HoldPhase::Reserved | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => None,
+    })
+}
+
+/// A code as it may stand in events and metrics.
+fn code_of(given: &str) -> String {
+    let acceptable = !given.is_empty()
+        && given.len() <= CODE
+        && given.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.'));
+    if acceptable { given.to_owned() } else { "failed".to_owned() }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,178 @@
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use super::*;
+use chrono::{DateTime, Utc};
+use domain::allocation::Placed;
+use domain::machine::Machine;
+use domain::node::{Command, OnboardingMode, Promise, Registration, Seen, Work};
+use domain::policy::PolicyBook;
+use domain::{Ctx, Principal, SkuId, Timestamp};
+use ed25519_dalek::SigningKey;
+use serde_json::Map;
+use uuid::Uuid;
+use wire::proof::{Checked, Finding};
+use wire::task::TaskError;
+
+const NODE: NodeId = NodeId(Uuid::from_u128(1));
+const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
+const TASK: TaskId = TaskId(Uuid::from_u128(3));
+const BOOT: Uuid = Uuid::from_u128(4);
+
+fn key() -> SigningKey {
+    SigningKey::from_bytes(&[5; 32])
+}
+
+/// A node that cleans up one tenant.
+fn node() -> Node {
+    let registration = Registration {
+        host: "10.0.0.1".into(),
+        port: 22,
+        ssh_username: "root".into(),
+        ssh_public_key: String::new(),
+        ssh_key_fingerprint: String::new(),
+        sku: Promise {
+            sku_id: SkuId(Uuid::nil()),
+            name: "h100".into(),
+            gpu_model: "H100".into(),
+            gpu_memory_mib: 81_559,
+            gpu_count: 2,
+            allowed_regions: vec!["eu-1".into()],
+        },
+        region_code: "eu-1".into(),
+        gpus_total: 2,
+        onboarding_mode: OnboardingMode::Manual,
+    };
+    let admin = Principal::system("test");
+    let ctx = Ctx {
+        now: Timestamp::UNIX_EPOCH,
+        policy: &PolicyBook::default(),
+        by: &admin,
+        correlation_id: "",
+        seed: 0,
+        id: NODE.0,
+        version: 0,
+    };
+    let register = Command::Register { registration: Box::new(registration), probe: None };
+    let mut node = Node::decide(None, register, &ctx).unwrap().next.unwrap();
+    node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
+    node.seen = Some(Seen {
+        boot_id: BOOT.to_string(),
+        agent_version: "0".into(),
+        protocol: 3,
+        last_seen_at: Timestamp::UNIX_EPOCH,
+        silent_at: Timestamp::UNIX_EPOCH,
+    });
+    let work = Work { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now };
+    let placed = Placed {
+        devices: Vec::new(),
+        host: String::new(),
+        port: 22,
+        user_name: "gpu-2".into(),
+        region_code: String::new(),
+    };
+    node.holds.insert(ALLOCATION, Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work } });
+    node
+}
+
+fn report() -> CleanupReport {
+    let finding = |what| Finding { what, looked_for: "x".into(), outcome: Outcome::Gone, detail: None };
+    CleanupReport {
+        node_id: NODE.0,
+        allocation_id: ALLOCATION.0,
+        task_id: TASK.0,
+        attempt: 7,
+        boot_id: BOOT,
+        checked_at: DateTime::UNIX_EPOCH,
+        findings: Checked::REQUIRED.into_iter().map(finding).collect(),
+    }
+}
+
+fn result(status: TaskStatus, proof: Option<Envelope>, error: Option<TaskError>) -> TaskResult {
+    let at: DateTime<Utc> = DateTime::UNIX_EPOCH;
+    TaskResult { attempt: 7, status, output: Map::new(), error, proof, started_at: at, finished_at: at }
+}
+
+fn of(report: &CleanupReport, node: Option<&Node>) -> Verdict {
+    let proof = report.seal(&key()).unwrap();
+    verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, node)
+}
+
+fn failure(verdict: Verdict) -> (String, String) {
+    match verdict {
+        Verdict::Failed { code, message } => (code, message),
+        Verdict::Succeeded { .. } => panic!("{verdict:?}"),
+    }
+}
+
+#[test]
+fn a_clean_report_that_binds_everything_proves_its_allocation() {
+    assert_eq!(of(&report(), Some(&node())), Verdict::Succeeded { proof: Some(ALLOCATION) });
+}
+
+#[test]
+fn a_report_of_anything_else_proves_nothing() {
+    type Change = fn(&mut CleanupReport);
+    let changes: [(Change, &str); 5] = [
+        (|report| report.node_id = Uuid::nil(), "another node"),
+        (|report| report.task_id = Uuid::nil(), "another task"),
+        (|report| report.attempt = 6, "another attempt"),
+        (|report| report.allocation_id = Uuid::nil(), "another allocation"),
+        (|report| report.boot_id = Uuid::nil(), "another boot"),
+    ];
+    for (change, words) in changes {
+        let mut report = report();
+        change(&mut report);
+        let (code, message) = failure(of(&report, Some(&node())));
+        assert_eq!(code, "proof_invalid");
+        assert!(message.contains(words), "{message}");
+    }
+}
+
+#[test]
+fn a_stranger_s_signature_another_message_and_a_node_without_a_key_prove_nothing() {
+    let strangers = report().seal(&SigningKey::from_bytes(&[6; 32])).unwrap();
+    let another = Envelope::sign(&key(), "k", "application/json", serde_json::to_vec(&report()).unwrap());
+    let unreadable = Envelope::sign(&key(), "k", wire::proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
+    for proof in [strangers, another, unreadable] {
+        let given = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
+        assert_eq!(failure(given).0, "proof_invalid");
+    }
+    let mut keyless = node();
+    keyless.identity.recovery_public_key = None;
+    for node in [None, Some(&keyless)] {
+        assert_eq!(failure(of(&report(), node)).0, "proof_invalid");
+    }
+}
+
+#[test]
+fn what_is_left_is_named_and_what_was_not_looked_for_is_too() {
+    let mut left = report();
+    for finding in &mut left.findings {
+        finding.outcome = Outcome::Unknown;
+    }
+    left.findings[0].outcome = Outcome::Present;
+    let (code, message) = failure(of(&left, Some(&node())));
+    assert_eq!(code, "leftovers");
+    assert!(message.contains("Home x is present") && message.contains("and 5 more"), "{message}");
+    let mut partial = report();
+    partial.findings.remove(0);
+    let (code, message) = failure(of(&partial, Some(&node())));
+    assert_eq!((code.as_str(), message.contains("Home")), ("proof_invalid", true));
+}
+
+#[test]
+fn a_setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
+    let mut setting_up = node();
+    let hold = setting_up.holds.get_mut(&ALLOCATION).unwrap();
+    let HoldPhase::Releasing { work } = hold.phase.clone() else { panic!() };
+    hold.phase = HoldPhase::Provisioning { work };
+    assert_eq!(of(&report(), Some(&setting_up)), Verdict::Succeeded { proof: None });
+    let bare = result(TaskStatus::Succeeded, None, None);
+    assert_eq!(verdict(&bare, NODE, TASK, None), Verdict::Succeeded { proof: None });
+    let error = TaskError { code: "user_busy".into(), message: "a\tb".into() };
+    let failed = result(TaskStatus::Failed, Some(report().seal(&key()).unwrap()), Some(error));
+    let expected = Verdict::Failed { code: "user_busy".into(), message: "a b".into() };
+    assert_eq!(verdict(&failed, NODE, TASK, Some(&node())), expected);
+    let silent = result(TaskStatus::Failed, None, None);
+    assert_eq!(failure(verdict(&silent, NODE, TASK, None)).0, "failed");
+}

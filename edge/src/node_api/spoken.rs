@@ -1,0 +1,136 @@
+//! A body as an agent sends it: of a protocol that is understood here, and strictly of its type.
+//!
+//! The types of `wire` let unknown fields pass, since an agent must understand an answer of a newer control plane. The other way
+//! round nothing is passed over: whoever speaks a protocol that is served here sends no field that is unknown here.
+
+use crate::body::{parse_json, read_body, require_json};
+use crate::error::{ApiError, Code};
+use axum::extract::{FromRequest, Request};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A request body of type `T`.
+pub(super) struct Spoken<T>(pub(super) T);
+
+/// What is read of a body before anything else: one of another protocol may look different in every other respect.
+#[derive(Deserialize)]
+struct Speaks {
+    protocol: Option<u64>,
+}
+
+impl<S: Send + Sync, T: DeserializeOwned + Serialize> FromRequest<S> for Spoken<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        require_json(request.headers())?;
+        let bytes = read_body(request).await?;
+        parse(&bytes).map(Self)
+    }
+}
+
+fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Result<T, ApiError> {
+    if let Ok(Speaks { protocol: Some(protocol) }) = serde_json::from_slice(bytes) {
+        check_protocol(protocol)?;
+    }
+    let value: T = parse_json(bytes)?;
+    let sent: Value = serde_json::from_slice(bytes).map_err(ApiError::internal)?;
+    let understood = serde_json::to_value(&value).map_err(ApiError::internal)?;
+    match unknown_field(&sent, &understood) {
+        None => Ok(value),
+        Some(field) => {
+            let field: String = field.chars().filter(|character| !character.is_control()).take(200).collect();
+            Err(ApiError::invalid_request(format!(
+                "The body has a field that is unknown here: `{field}`; leave it out."
+            ))
+            .detail("field", field))
+        }
+    }
+}
+
+fn check_protocol(protocol: u64) -> Result<(), ApiError> {
+    let (oldest, newest) = (wire::OLDEST_PROTOCOL, wire::PROTOCOL);
+    if (u64::from(oldest)..=u64::from(newest)).contains(&protocol) {
+        return Ok(());
+    }
+    let what = if protocol < u64::from(oldest) { "agent" } else { "control plane" };
+    Err(ApiError::new(
+        Code::UpgradeRequired,
+        format!("Protocol {protocol} is not spoken here, {oldest} to {newest} are; upgrade the {what}."),
+    )
+    .detail("oldest_protocol", oldest)
+    .detail("newest_protocol", newest))
+}
+
+/// The path of the first field in `sent` that its type has not taken over. A field that is null says nothing and may be one that
+/// the type leaves out.
+fn unknown_field(sent: &Value, understood: &Value) -> Option<String> {
+    match (sent, understood) {
+        (Value::Object(sent), Value::Object(understood)) => {
+            sent.iter().filter(|(_, value)| !value.is_null()).find_map(|(key, value)| match understood.get(key) {
+                None => Some(key.clone()),
+                Some(taken) => unknown_field(value, taken).map(|below| format!("{key}.{below}")),
+            })
+        }
+        (Value::Array(sent), Value::Array(understood)) => sent
+            .iter()
+            .zip(understood)
+            .enumerate()
+            .find_map(|(index, (sent, taken))| unknown_field(sent, taken).map(|below| format!("[{index}].{below}"))),
+        // A scalar, or something that is written down otherwise than it was read.
+        (
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) | Value::Object(_),
+            _,
+        ) => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use wire::task::TaskResult;
+
+    fn result() -> Value {
+        json!({
+            "attempt": 1, "status": "succeeded", "output": {"anything": {"goes": 1}}, "error": null,
+            "proof": {"payload_type": "t", "payload": "e30=", "signatures": [{"key_id": "k", "signature": "AA=="}]},
+            "started_at": "2026-11-21T08:00:00Z", "finished_at": "2026-11-21T08:00:01.5+01:00",
+        })
+    }
+
+    fn read(body: &Value) -> Result<TaskResult, ApiError> {
+        parse(body.to_string().as_bytes())
+    }
+
+    #[test]
+    fn what_is_free_in_form_stays_free_and_optional_fields_may_be_null() {
+        let read = read(&result()).unwrap();
+        assert_eq!(read.output["anything"]["goes"], 1);
+    }
+
+    #[test]
+    fn an_unknown_field_is_refused_at_any_depth_and_named() {
+        let mut top = result();
+        top["bogus"] = 1.into();
+        let mut nested = result();
+        nested["proof"]["signatures"][0]["bogus"] = "x".into();
+        for (body, path) in [(top, "bogus"), (nested, "proof.signatures.[0].bogus")] {
+            let error = read(&body).unwrap_err();
+            assert_eq!(error.code(), Code::InvalidRequest);
+            assert_eq!(error.details()["field"], path);
+        }
+    }
+
+    #[test]
+    fn another_protocol_is_named_before_anything_else_is_read() {
+        for (protocol, range) in [(0, 1..=3), (4, 1..=3), (u64::MAX, 1..=3)] {
+            let error = read(&json!({"protocol": protocol, "everything": "else"})).unwrap_err();
+            assert_eq!(error.code(), Code::UpgradeRequired);
+            assert_eq!(error.details()["oldest_protocol"], *range.start());
+            assert_eq!(error.details()["newest_protocol"], *range.end());
+        }
+        assert_eq!(read(&json!({"protocol": -1})).unwrap_err().code(), Code::InvalidRequest);
+    }
+}

@@ -1,0 +1,119 @@
+//! A private Postgres, and the shell's store over it.
+
+use actors::ports::{Store, StoreError};
+use domain::commit::{Done, Snapshot};
+use domain::{CommandId, Commit, EntityRef, Outcome};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use persistence::pool::PoolConfig;
+use persistence::{Committer, Reads};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+pub(super) struct Postgres {
+    dir: tempfile::TempDir,
+    child: Child,
+}
+
+impl Postgres {
+    /// An empty server in a folder of its own, without a network address.
+    pub(super) fn start() -> Self {
+        let dir = tempfile::Builder::new().prefix("gpuaas-pg").tempdir_in("/tmp").unwrap();
+        if let Some(owner) = server_user() {
+            std::os::unix::fs::chown(dir.path(), Some(owner), Some(owner)).unwrap();
+        }
+        let data = dir.path().join("data");
+        let made = as_server_user(&program("initdb"))
+            .arg("-D")
+            .arg(&data)
+            .args(["-U", "svc", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"])
+            .current_dir("/")
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let child = as_server_user(&program("postgres"))
+            .arg("-D")
+            .arg(&data)
+            .arg("-k")
+            .arg(dir.path())
+            .args(["-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=32MB"])
+            .args(["-c", "log_min_messages=fatal"])
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let began = Instant::now();
+        let answers =
+            || Command::new(program("pg_isready")).arg("-q").arg("-h").arg(dir.path()).status().unwrap().success();
+        while !answers() {
+            assert!(began.elapsed() < Duration::from_secs(30), "the server does not come up");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Self { dir, child }
+    }
+
+    pub(super) fn config(&self) -> PoolConfig {
+        let url = format!("postgres://svc@localhost/postgres?host={}", self.dir.path().display());
+        PoolConfig::new(url.into(), None)
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        // SIGQUIT: at once and without a checkpoint, but with its backends.
+        let _ = Command::new("kill").args(["-QUIT", &self.child.id().to_string()]).status();
+        let _ = self.child.wait();
+    }
+}
+
+/// Postgres refuses to run as root: then it runs as its own user.
+fn server_user() -> Option<u32> {
+    let id = |args: &[&str]| {
+        let out = Command::new("id").args(args).output().ok()?;
+        String::from_utf8(out.stdout).ok()?.trim().parse::<u32>().ok()
+    };
+    (id(&["-u"]) == Some(0)).then(|| id(&["-u", "postgres"]).expect("a user named postgres"))
+}
+
+fn as_server_user(program: &Path) -> Command {
+    let mut command = Command::new("setpriv");
+    if server_user().is_some() {
+        command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups"]);
+    }
+    command.arg("--").arg(program);
+    command
+}
+
+fn program(name: &str) -> PathBuf {
+    let on_path =
+        std::env::var_os("PATH").into_iter().flat_map(|path| std::env::split_paths(&path).collect::<Vec<_>>());
+    let installed =
+        std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten().map(|dir| dir.path().join("bin"));
+    on_path.chain(installed).map(|dir| dir.join(name)).find(|path| path.exists()).unwrap_or_else(|| panic!("no {name}"))
+}
+
+pub(super) struct Durable {
+    pub(super) committer: Committer,
+    pub(super) reads: Reads,
+}
+
+impl Store for Durable {
+    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
+        async move { self.reads.snapshot(entity).await.map_err(unreadable) }.boxed()
+    }
+
+    fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
+        self.committer.commit(commit).boxed()
+    }
+
+    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
+        async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+    }
+}
+
+fn unreadable(error: persistence::StoreError) -> StoreError {
+    StoreError { reason: error.to_string() }
+}

@@ -1,0 +1,105 @@
+//! The wait for work: an agent's request that stays open until there is a task for it.
+//!
+//! A parked wait is no actor and no task of its own: it is its connection's future and one entry in
+//! [`Polls`](crate::polls::Polls).
+
+use super::answer::refused;
+use super::handed::{Next, Session};
+use super::{NodeApi, unexpected};
+use crate::body::Query;
+use crate::correlation::Scope;
+use crate::error::ApiError;
+use crate::identity::NodeIdentity;
+use crate::tasks;
+use crate::tls::Peer;
+use axum::Json;
+use axum::extract::{ConnectInfo, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use domain::NodeId;
+use domain::node::{Command, Reply};
+use serde::Deserialize;
+use std::time::Duration;
+use tokio::time::Instant;
+use tracing::info;
+use uuid::Uuid;
+use wire::task::Envelope;
+
+/// The longest wait, in seconds.
+pub(super) const LONGEST: u32 = 55;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Wait {
+    #[serde(default = "half_a_minute")]
+    timeout_seconds: u32,
+    /// Made anew by each process of the agent: a new one gets at once what the old one was given and has not reported on. Without
+    /// it, a new connection does.
+    session: Option<Uuid>,
+}
+
+const fn half_a_minute() -> u32 {
+    30
+}
+
+/// `GET /internal/v1/nodes/{id}/tasks/wait`: 200 with one signed task, or 204.
+pub(super) async fn wait(
+    State(api): State<NodeApi>,
+    node: NodeIdentity,
+    scope: Scope,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(wait): Query<Wait>,
+) -> Result<Response, ApiError> {
+    if !(1..=LONGEST).contains(&wait.timeout_seconds) {
+        return Err(ApiError::invalid_request(format!("`timeout_seconds` must be 1 to {LONGEST}."))
+            .detail("field", "timeout_seconds"));
+    }
+    let until = Instant::now() + Duration::from_secs(u64::from(wait.timeout_seconds));
+    let session = wait.session.map_or(Session::Connection(peer.address), Session::Process);
+    let node_id = NodeId(node.node_id);
+    let poll = api.services.polls.park(node_id);
+    loop {
+        // Before the question: what comes while it is answered is not missed.
+        let woken = poll.woken();
+        let look_again_at = match api.look(&scope, node_id, &node.serial, session).await? {
+            Found::Task(task) => return Ok(Json(task).into_response()),
+            Found::Later(at) => at.min(until),
+            Found::Nothing => until,
+        };
+        tokio::select! {
+            () = woken => {}
+            () = tokio::time::sleep_until(look_again_at) => {}
+            () = api.services.stopping.cancelled() => return Ok(StatusCode::NO_CONTENT.into_response()),
+        }
+        if Instant::now() >= until {
+            return Ok(StatusCode::NO_CONTENT.into_response());
+        }
+    }
+}
+
+enum Found {
+    Task(Envelope),
+    Later(Instant),
+    Nothing,
+}
+
+impl NodeApi {
+    /// Asks the node what there is to do, and signs the first of it that this session has not been given.
+    async fn look(&self, scope: &Scope, node_id: NodeId, serial: &str, session: Session) -> Result<Found, ApiError> {
+        let command = Command::Poll { serial: serial.to_owned() };
+        let answered = self.ask(scope, node_id, command, |asked| asked).await.map_err(refused)?;
+        let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
+        let now = self.services.world.now();
+        orders.retain(|order| tasks::is_in_time(order, now));
+        match self.handed.next(node_id, session, &orders, std::time::Instant::now()) {
+            Next::Hand(order) => {
+                let task = tasks::signed(&self.services.trust, node_id, order, now).map_err(ApiError::internal)?;
+                let (task_id, attempt) = (order.work.task_id, order.work.attempt);
+                info!(%task_id, attempt, allocation_id = %order.allocation_id, "task handed to the node's agent");
+                Ok(Found::Task(task))
+            }
+            Next::Later(at) => Ok(Found::Later(at.into())),
+            Next::Nothing => Ok(Found::Nothing),
+        }
+    }
+}

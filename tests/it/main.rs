@@ -1,0 +1,13 @@
+//! The whole service, as its users, operators and nodes meet it: real processes, real Postgres and NATS, agents over mutual TLS.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod cluster;
+mod enrollment;
+mod faults;
+mod input;
+mod main_job;
+mod openapi;
+mod probe;
+mod release;
+mod tasks;
+mod tidy;

@@ -1,0 +1,361 @@
+//! A world: the whole service as real processes, for one test. Real Postgres and NATS, replicas of `gpuaas serve`, node agents over
+//! mutual TLS, one authority for all servers; only the identity provider lives in the test's own process.
+//!
+//! ```no_run
+//! # async fn story() {
+//! use tests::world::World;
+//! let mut world = World::plan().replicas(3).start().await;
+//! let node = world.node("h100").await;
+//! let allocation = world.rent("h100", 4).await;
+//! allocation.expect_state("active").await;
+//! world.lose_agent(&node);
+//! node.expect_state("offline").await;
+//! world.end().await;
+//! # }
+//! ```
+//!
+//! A world has to be ended: [`World::end`] fails the test where something was left behind that nobody spoke of (an outbox row, a
+//! parked entity, an ERROR in a log, a secret in a log, a GPU held twice).
+
+// A step of a world that fails is a failed test: it says so and stops.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
+
+pub mod client;
+mod end;
+pub mod hand;
+mod logs;
+mod plan;
+mod store;
+pub mod tenants;
+
+use client::Client;
+pub use end::Declared;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+pub use plan::Plan;
+use secrecy::ExposeSecret as _;
+use serde_json::{Value, json};
+use sqlx::PgPool;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use supervisors::dev::agents::{AgentProcess, AgentSettings, SimulatedGpus};
+use supervisors::dev::balancer::Balancer;
+use supervisors::dev::identity::IdentityProvider;
+use supervisors::dev::nats::Nats;
+use supervisors::dev::pki::Authority;
+use supervisors::dev::postgres::Postgres;
+use supervisors::dev::replica::Replica;
+pub use tenants::{OnboardedNode, Rented};
+use uuid::Uuid;
+use wire::bundle::BootstrapBundle;
+
+/// The one region of a world.
+pub const REGION: &str = "test-1";
+/// GPUs of a node, unless told.
+pub const GPUS: u32 = 8;
+pub const GPU_MODEL: &str = "H100";
+pub const GPU_MEMORY_MIB: u64 = 81_920;
+
+/// How long anything may take that is waited for. Where the machine is slow, a test is slow, and not wrong.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running world. The order of the fields is the order in which a drop stops them.
+pub struct World {
+    agents: BTreeMap<Uuid, AgentLife>,
+    pub replicas: Vec<Replica>,
+    pub public: Balancer,
+    pub node_balancer: Balancer,
+    pub identity: IdentityProvider,
+    pub nats: Nats,
+    pub postgres: Postgres,
+    pub authority: Authority,
+    /// The database, as its owner.
+    pub pool: PgPool,
+    /// Through the balancer, as an administrator.
+    pub admin: Client,
+    /// Through the balancer, as `user`.
+    pub user: Client,
+    /// Through the balancer, as `user2`.
+    pub other_user: Client,
+    agent_settings: AgentSettings,
+    logs: PathBuf,
+    declared: Declared,
+    /// What must not stand in any log, by what it is.
+    secrets: Vec<(String, String)>,
+    offered: BTreeMap<String, Uuid>,
+    ended: bool,
+    folder: Option<tempfile::TempDir>,
+}
+
+/// A node's agent, running or not, and how it is started again.
+struct AgentLife {
+    process: Option<AgentProcess>,
+    settings: AgentSettings,
+    bundle: BootstrapBundle,
+}
+
+impl World {
+    #[must_use]
+    pub fn plan() -> Plan {
+        Plan::default()
+    }
+
+    /// One replica, and nothing special.
+    pub async fn start() -> Self {
+        Self::plan().start().await
+    }
+
+    /// A caller of the replica at `index`, as this person.
+    #[must_use]
+    pub fn at_replica(&self, index: usize, username: &str) -> Client {
+        let token = self.identity.token_of(username).expect("the provider signs");
+        let base = self.replicas[index].public_url();
+        Client::new(self.authority.certificate_path(), &base, Some(token.expose_secret().to_owned()))
+    }
+
+    /// A caller without a token.
+    #[must_use]
+    pub fn stranger(&self) -> Client {
+        Client::new(self.authority.certificate_path(), &format!("https://{}", self.public.address()), None)
+    }
+
+    /// What agents connect to, through the balancer.
+    #[must_use]
+    pub fn node_url(&self) -> String {
+        format!("https://{}", self.node_balancer.address())
+    }
+
+    /// Offers a kind of machine for rent, once: an active SKU of that name, of so many GPUs.
+    pub async fn offer(&mut self, name: &str, gpus: u32) -> Uuid {
+        if let Some(id) = self.offered.get(name) {
+            return *id;
+        }
+        let sku = self.admin.post("/api/v1/admin/skus", &sku_body(name, gpus)).await.created();
+        let path = format!("/api/v1/admin/skus/{}", id_of(&sku));
+        self.admin.post(&format!("{path}/activate"), &json!({ "reason": "a test needs it" })).await.accepted();
+        self.admin.wait_until(&path, "the SKU is active", |sku| sku["status"] == "active").await;
+        self.offered.insert(name.to_owned(), id_of(&sku));
+        id_of(&sku)
+    }
+
+    /// A node in the inventory without an agent.
+    pub async fn register(&mut self, sku: &str) -> OnboardedNode {
+        let gpus = self.gpus_of(sku).await;
+        let name = format!("{sku}-{}", hex::encode(rand::random::<[u8; 4]>()));
+        let node = self.admin.post("/api/v1/admin/nodes", &node_body(&name, sku, gpus)).await.created();
+        OnboardedNode::new(id_of(&node), name, self.admin.clone())
+    }
+
+    /// A fresh enrollment token of the node, in its bundle.
+    pub async fn bundle(&mut self, node: &OnboardedNode) -> BootstrapBundle {
+        self.bundle_for(node, &json!({})).await
+    }
+
+    pub async fn bundle_for(&mut self, node: &OnboardedNode, body: &Value) -> BootstrapBundle {
+        let path = format!("/api/v1/admin/nodes/{}/enrollment-token", node.id);
+        let issued = self.admin.post(&path, body).await.created();
+        let bundle: BootstrapBundle =
+            serde_json::from_value(issued["bootstrap_bundle"].clone()).expect("the answer has a bootstrap bundle");
+        self.keep_secret("an enrollment token", bundle.enrollment_token.expose());
+        bundle
+    }
+
+    /// A node of the SKU with an agent and simulated GPUs, active.
+    pub async fn node(&mut self, sku: &str) -> OnboardedNode {
+        self.node_with(sku, &[]).await
+    }
+
+    /// The same, its agent started with further flags.
+    pub async fn node_with(&mut self, sku: &str, flags: &[&str]) -> OnboardedNode {
+        let node = self.register(sku).await;
+        let bundle = self.bundle(&node).await;
+        let mut settings = self.agent_settings.clone();
+        settings.gpus.count = self.gpus_of(sku).await;
+        settings.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let process = AgentProcess::start(&node.name, &settings, &bundle).expect("the agent starts");
+        self.agents.insert(node.id, AgentLife { process: Some(process), settings, bundle });
+        node.expect_state("active").await;
+        node
+    }
+
+    async fn gpus_of(&mut self, sku: &str) -> u32 {
+        self.offer(sku, GPUS).await;
+        let offered = self.admin.get(&format!("/api/v1/admin/skus/{}", self.offered[sku])).await.ok();
+        u32::try_from(offered["gpu"]["count"].as_u64().expect("a SKU says how many GPUs it has")).unwrap()
+    }
+
+    /// Rents `gpus` of the SKU as `user`.
+    pub async fn rent(&self, sku: &str, gpus: u32) -> Rented {
+        let wanted = json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus });
+        let created = self.user.post("/api/v1/allocations", &wanted).await.created();
+        Rented::new(id_of(&created), self.user.clone())
+    }
+
+    /// The folder in which a node's agent keeps everything.
+    #[must_use]
+    pub fn agent_folder(&self, node: &OnboardedNode) -> PathBuf {
+        self.agent_settings.folder.join(&node.name)
+    }
+
+    /// What the node's agent logged so far.
+    #[must_use]
+    pub fn agent_log(&self, node: &OnboardedNode) -> String {
+        std::fs::read_to_string(self.logs.join(format!("{}.log", node.name))).unwrap_or_default()
+    }
+
+    /// SIGSTOP: the agent is there and says nothing.
+    pub fn lose_agent(&self, node: &OnboardedNode) {
+        self.signal_agent(node, Signal::SIGSTOP);
+    }
+
+    /// SIGCONT: the agent goes on where it was.
+    pub fn find_agent(&self, node: &OnboardedNode) {
+        self.signal_agent(node, Signal::SIGCONT);
+    }
+
+    fn signal_agent(&self, node: &OnboardedNode, signal: Signal) {
+        let process = self.agents[&node.id].process.as_ref().expect("the node's agent runs");
+        signal_process(process.pid(), signal);
+    }
+
+    pub fn kill9_agent(&mut self, node: &OnboardedNode) {
+        let life = self.agents.get_mut(&node.id).expect("the node has an agent");
+        life.process.as_mut().expect("the node's agent runs").kill9();
+    }
+
+    /// Starts a killed agent on the state that it had.
+    pub fn restart_agent(&mut self, node: &OnboardedNode) {
+        let life = self.agents.get_mut(&node.id).expect("the node has an agent");
+        life.process.as_mut().expect("the node had an agent").start_again().expect("the agent starts");
+    }
+
+    /// Starts the node's agent anew with other flags, as after a repair of the machine.
+    pub async fn mend_agent(&mut self, node: &OnboardedNode, flags: &[&str]) {
+        let life = self.agents.get_mut(&node.id).expect("the node has an agent");
+        if let Some(mut process) = life.process.take() {
+            process.stop().await;
+        }
+        life.settings.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let process = AgentProcess::start(&node.name, &life.settings, &life.bundle).expect("the agent starts");
+        life.process = Some(process);
+    }
+
+    pub fn kill9_replica(&mut self, index: usize) {
+        self.replicas[index].kill9();
+    }
+
+    /// Starts a killed or stopped replica and waits until it is ready.
+    pub async fn restart_replica(&mut self, index: usize) {
+        self.replicas[index].start_again().await.expect("the replica starts");
+    }
+
+    /// SIGSTOP or SIGCONT to a replica.
+    pub fn signal_replica(&self, index: usize, signal: Signal) {
+        signal_process(self.replicas[index].pid().expect("the replica runs"), signal);
+    }
+
+    /// The index of the replica that owns the shard of this entity.
+    pub async fn owner_of(&self, kind: &str, id: Uuid) -> usize {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let path = format!("/api/v1/admin/runtime/entities/{kind}/{id}");
+            let entity = self.admin.get(&path).await.ok();
+            let name = find_text(&entity, "member_name");
+            let owner = self.replicas.iter().position(|replica| Some(replica.name()) == name.as_deref());
+            match owner {
+                Some(index) => return index,
+                None if Instant::now() > until => panic!("nobody owns {kind} {id}: {entity}"),
+                None => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+
+    /// This must not stand in any log.
+    pub fn keep_secret(&mut self, what: &str, secret: &str) {
+        self.secrets.push((what.to_owned(), secret.to_owned()));
+    }
+
+    /// ERROR lines that hold this text are part of the story.
+    pub fn expects_error(&mut self, text: &str) {
+        self.declared.errors.push(text.to_owned());
+    }
+
+    /// This entity may be parked at the end.
+    pub fn expects_parked(&mut self, id: Uuid) {
+        self.declared.parked.push(id);
+    }
+}
+
+/// The body that creates a SKU.
+#[must_use]
+pub fn sku_body(name: &str, gpus: u32) -> Value {
+    json!({
+        "name": name,
+        "gpu": { "vendor": "NVIDIA", "model": GPU_MODEL, "memory_mib": GPU_MEMORY_MIB, "count": gpus },
+        "cpu": { "model": "any", "cores": 2 },
+        "memory_mib": 4096,
+        "storage_gib": 10,
+        "interconnect": "nvlink",
+        "allowed_regions": [REGION],
+        "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+    })
+}
+
+/// The body that registers a node.
+#[must_use]
+pub fn node_body(name: &str, sku: &str, gpus: u32) -> Value {
+    json!({
+        "host": format!("{name}.internal"),
+        "port": 22,
+        "ssh_username": "gpuaas",
+        "ssh_public_key": ssh_public_key(name),
+        "sku": sku,
+        "gpus_total": gpus,
+        "region_code": REGION,
+        "onboarding_mode": "manual",
+        "probe": false,
+    })
+}
+
+/// The public half of a fresh Ed25519 pair in OpenSSH's text form (RFC 8709). Its private half is gone.
+#[must_use]
+pub fn ssh_public_key(comment: &str) -> String {
+    use base64::Engine as _;
+    let secret: [u8; 32] = rand::random();
+    let public = ed25519_dalek::SigningKey::from_bytes(&secret).verifying_key();
+    let mut blob = Vec::new();
+    for part in [b"ssh-ed25519".as_slice(), public.as_bytes()] {
+        blob.extend_from_slice(&u32::try_from(part.len()).unwrap().to_be_bytes());
+        blob.extend_from_slice(part);
+    }
+    format!("ssh-ed25519 {} {comment}", base64::engine::general_purpose::STANDARD.encode(blob))
+}
+
+/// The `id` of an answer.
+#[must_use]
+pub fn id_of(resource: &Value) -> Uuid {
+    let id = resource["id"].as_str().unwrap_or_else(|| panic!("no id in {resource}"));
+    id.parse().unwrap_or_else(|_| panic!("{id:?} is no UUID"))
+}
+
+/// The first text under this name, however deep.
+#[must_use]
+pub fn find_text(value: &Value, name: &str) -> Option<String> {
+    match value {
+        Value::Object(fields) => match fields.get(name) {
+            Some(Value::String(text)) => Some(text.clone()),
+            _ => fields.values().find_map(|inner| find_text(inner, name)),
+        },
+        Value::Array(items) => items.iter().find_map(|inner| find_text(inner, name)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => None,
+    }
+}
+
+fn signal_process(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid.cast_signed()), signal).unwrap_or_else(|error| panic!("{signal} to {pid}: {error}"));
+}
+
+fn simulated(count: u32) -> SimulatedGpus {
+    SimulatedGpus { count, model: GPU_MODEL.to_owned(), memory_mib: GPU_MEMORY_MIB }
+}

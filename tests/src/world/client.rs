@@ -1,0 +1,202 @@
+//! A caller of the HTTP API, in two tempers: [`Client::get`], [`Client::post`] and their like insist (what is safe to ask again is
+//! asked again, under the same `Idempotency-Key`, while replicas come and go); [`Client::once`] takes the first answer, whatever it is.
+
+use super::PATIENCE;
+use reqwest::header::HeaderMap;
+use reqwest::{Method, StatusCode};
+use serde_json::Value;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// Someone with or without a bearer token, at one address.
+#[derive(Clone)]
+pub struct Client {
+    http: reqwest::Client,
+    base: String,
+    token: Option<String>,
+}
+
+/// What came back.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// What was asked, for messages.
+    pub asked: String,
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub text: String,
+    /// `null` where the body is no JSON.
+    pub body: Value,
+}
+
+impl Client {
+    /// Trusts the authority in `ca_path` alone.
+    #[must_use]
+    pub fn new(ca_path: &Path, base: &str, token: Option<String>) -> Self {
+        let http = supervisors::dev::api::https_client(ca_path).expect("a client can be made");
+        Self { http, base: base.to_owned(), token }
+    }
+
+    #[must_use]
+    pub fn as_bearer(&self, token: &str) -> Self {
+        Self { token: Some(token.to_owned()), ..self.clone() }
+    }
+
+    #[must_use]
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
+    /// A request to be finished by hand, with the token.
+    pub fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
+        let request = self.http.request(method, format!("{}{path}", self.base));
+        match &self.token {
+            Some(token) => request.bearer_auth(token),
+            None => request,
+        }
+    }
+
+    /// The first answer to a request made by hand.
+    pub async fn send(&self, request: reqwest::RequestBuilder) -> Answer {
+        self.try_send(request).await.unwrap_or_else(|error| panic!("{}: no answer: {:#}", self.base, anyhow::Error::from(error)))
+    }
+
+    /// # Errors
+    /// Where no whole answer came.
+    pub async fn try_send(&self, request: reqwest::RequestBuilder) -> Result<Answer, reqwest::Error> {
+        answer_to(request).await
+    }
+
+    /// The first answer.
+    pub async fn once(&self, method: Method, path: &str, body: Option<&Value>) -> Answer {
+        self.send(self.with(method, path, body, &Uuid::new_v4().to_string())).await
+    }
+
+    fn with(&self, method: Method, path: &str, body: Option<&Value>, key: &str) -> reqwest::RequestBuilder {
+        let post = method == Method::POST;
+        let request = self.request(method, path);
+        let request = if post { request.header("Idempotency-Key", key) } else { request };
+        match body {
+            Some(body) => request.json(body),
+            None => request,
+        }
+    }
+
+    pub async fn get(&self, path: &str) -> Answer {
+        self.insist(Method::GET, path, None).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Answer {
+        self.insist(Method::POST, path, Some(body)).await
+    }
+
+    pub async fn delete(&self, path: &str) -> Answer {
+        self.insist(Method::DELETE, path, None).await
+    }
+
+    /// Asks until there is an answer that is not about the moment.
+    pub async fn insist(&self, method: Method, path: &str, body: Option<&Value>) -> Answer {
+        let key = Uuid::new_v4().to_string();
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let answer = self.try_send(self.with(method.clone(), path, body, &key)).await;
+            let why = match answer {
+                Ok(answer) if answer.is_momentary() => format!("{answer}"),
+                Ok(answer) => return answer,
+                Err(error) => format!("{:#}", anyhow::Error::from(error)),
+            };
+            assert!(Instant::now() < until, "{method} {path}: no answer within {PATIENCE:?}; the last: {why}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Gets `path` until its answer is as wanted, and returns it.
+    pub async fn wait_until(&self, path: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        self.wait_within(PATIENCE, path, what, wanted).await
+    }
+
+    pub async fn wait_within(&self, limit: Duration, path: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let until = Instant::now() + limit;
+        let mut pause = Duration::from_millis(10);
+        loop {
+            let seen = self.get(path).await.ok();
+            if wanted(&seen) {
+                return seen;
+            }
+            assert!(Instant::now() < until, "not within {limit:?}: {what}; {path} is {seen:#}");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(250));
+        }
+    }
+}
+
+/// Sends a request and reads the answer.
+///
+/// # Errors
+/// Where no whole answer came.
+pub async fn answer_to(request: reqwest::RequestBuilder) -> Result<Answer, reqwest::Error> {
+    let (http, request) = request.build_split();
+    let request = request?;
+    let asked = format!("{} {}", request.method(), request.url().path());
+    let answer = http.execute(request).await?;
+    let (status, headers) = (answer.status(), answer.headers().clone());
+    let text = answer.text().await?;
+    let body = serde_json::from_str(&text).unwrap_or(Value::Null);
+    Ok(Answer { asked, status, headers, text, body })
+}
+
+impl Answer {
+    /// Would the same request perhaps be answered otherwise in a moment?
+    fn is_momentary(&self) -> bool {
+        matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
+            || self.body["code"] == "idempotency_in_progress"
+    }
+
+    /// The body of a success.
+    #[must_use]
+    pub fn ok(self) -> Value {
+        assert!(self.status.is_success(), "{self}");
+        self.body
+    }
+
+    #[must_use]
+    pub fn created(self) -> Value {
+        assert_eq!(self.status, StatusCode::CREATED, "{self}");
+        self.body
+    }
+
+    /// A success that may still go on.
+    pub fn accepted(self) {
+        assert!(matches!(self.status, StatusCode::OK | StatusCode::ACCEPTED), "{self}");
+    }
+
+    /// A refusal with this status and code, in the one envelope.
+    #[track_caller]
+    pub fn refused(&self, status: u16, code: &str) -> &Self {
+        assert_eq!((self.status.as_u16(), self.code()), (status, code), "{self}");
+        self.in_envelope()
+    }
+
+    #[must_use]
+    pub fn code(&self) -> &str {
+        self.body["code"].as_str().unwrap_or("no code")
+    }
+
+    /// The answer is the error envelope (decisions 1), with a message that says something and the id of the headers.
+    #[track_caller]
+    pub fn in_envelope(&self) -> &Self {
+        let text = |name: &str| self.body[name].as_str().unwrap_or_else(|| panic!("no {name} in {self}"));
+        assert!(!text("code").is_empty() && text("message").len() > 10, "{self}");
+        let named = self.headers.get("x-correlation-id").and_then(|value| value.to_str().ok());
+        assert_eq!(named, Some(text("correlation_id")), "{self}");
+        assert!(self.body["details"]["service"].is_string(), "{self}");
+        self
+    }
+}
+
+impl std::fmt::Display for Answer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let text: String = self.text.chars().take(2000).collect();
+        write!(f, "{}: {} {text}", self.asked, self.status)
+    }
+}

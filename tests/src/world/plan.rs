@@ -1,0 +1,211 @@
+//! How a world is set up, and its start.
+
+use super::client::Client;
+use super::{Declared, GPUS, World, simulated};
+use futures::future::try_join_all;
+use persistence::envelope::KeyRing;
+use secrecy::ExposeSecret as _;
+use serde_json::{Value, json};
+use sqlx::PgPool;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use supervisors::dev::agents::AgentSettings;
+use supervisors::dev::balancer::Balancer;
+use supervisors::dev::files;
+use supervisors::dev::identity::{self, IdentityProvider};
+use supervisors::dev::nats::{Nats, NatsUser};
+use supervisors::dev::pki::Authority;
+use supervisors::dev::postgres::Postgres;
+use supervisors::dev::replica::{self, Listens, Replica, ReplicaSettings};
+
+/// The NATS user of whoever looks from outside.
+pub(super) const OPERATOR: &str = "operator";
+
+/// Values that would slow every test and are no test's subject: what is limited per minute.
+const OPEN: [(&str, i64); 4] = [
+    ("rate_limit.api_requests_per_minute", 1_000_000),
+    ("rate_limit.terminal_token_requests_per_minute", 100_000),
+    ("rate_limit.financial_requests_per_minute", 100_000),
+    ("rate_limit.admin_overview_requests_per_minute", 1_000_000),
+];
+
+/// A world that has not begun.
+#[must_use]
+pub struct Plan {
+    replicas: usize,
+    policies: Vec<(String, Value)>,
+    variables: Vec<(String, String)>,
+    binaries: Option<PathBuf>,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), binaries: None }
+    }
+}
+
+impl Plan {
+    pub fn replicas(mut self, replicas: usize) -> Self {
+        self.replicas = replicas;
+        self
+    }
+
+    /// A value of the policy catalog, for everybody, from before the start.
+    pub fn policy(mut self, key: &str, value: impl Into<Value>) -> Self {
+        self.policies.push((key.to_owned(), value.into()));
+        self
+    }
+
+    /// A variable of every replica's environment.
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// The folder of the programs, where they are not of this build.
+    pub fn binaries(mut self, folder: &Path) -> Self {
+        self.binaries = Some(folder.to_owned());
+        self
+    }
+
+    pub async fn start(self) -> World {
+        match self.try_start().await {
+            Ok(world) => world,
+            Err(error) => panic!("the world does not begin: {error:#}"),
+        }
+    }
+
+    async fn try_start(self) -> anyhow::Result<World> {
+        // Fails only where one is installed already, which is this one.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let binaries = self.binaries.clone().map_or_else(own_build, Ok)?;
+        let (gpuaas, agent) = (program(&binaries, "gpuaas")?, program(&binaries, "gpuaas-agent")?);
+        let holder = tempfile::Builder::new().prefix("gpuaas-world-").tempdir()?;
+        let folder = holder.path().canonicalize()?;
+        files::passable_folder(&folder)?;
+        let (run, logs) = (folder.join("run"), folder.join("logs"));
+        for path in [&run, &logs] {
+            files::private_folder(path)?;
+        }
+        let authority = Authority::create(&folder.join("pki"))?;
+        let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
+        let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
+        let (postgres, nats, identity) = tokio::try_join!(
+            Postgres::start(&postgres_folder, &authority),
+            Nats::start(&nats_folder, &authority, users.collect()),
+            IdentityProvider::start(),
+        )?;
+        let pool = sqlx::postgres::PgPoolOptions::new()
+            .max_connections(8)
+            .connect(postgres.url().expose_secret())
+            .await?;
+        persistence::migrate::run(&pool).await?;
+        set_policies(&pool, &self.policies).await?;
+
+        let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
+        let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
+        let node_balancer = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
+        let key_ring_path = run.join("key-ring");
+        KeyRing::create(&key_ring_path)?;
+        let settings = ReplicaSettings {
+            executable: gpuaas,
+            folder: logs.clone(),
+            database_url: postgres.url(),
+            ca_path: authority.certificate_path().to_owned(),
+            certificate: authority.server_certificate("control-plane")?,
+            key_ring_path: key_ring_path.clone(),
+            issuer: identity.issuer(),
+            audience: identity::AUDIENCE.to_owned(),
+            public_url: format!("https://{}", public.address()),
+            node_public_url: format!("https://{}", node_balancer.address()),
+            variables: self.variables.clone(),
+        };
+        let starting = names.iter().zip(listens).map(|(name, listens)| {
+            let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
+            let settings = &settings;
+            async move { Replica::start(name, settings, url?, listens).await }
+        });
+        let replicas = try_join_all(starting).await?;
+
+        let agent_settings = AgentSettings {
+            executable: agent,
+            folder: run.join("agents"),
+            logs: logs.clone(),
+            gpus: simulated(GPUS),
+            flags: Vec::new(),
+        };
+        let mut secrets = Vec::new();
+        let mut caller = |username: &str| -> anyhow::Result<Client> {
+            let token = identity.token_of(username)?;
+            secrets.push((format!("the bearer token of {username}"), token.expose_secret().to_owned()));
+            let ca = authority.certificate_path();
+            Ok(Client::new(ca, &settings.public_url, Some(token.expose_secret().to_owned())))
+        };
+        let (admin, user, other_user) = (caller("admin")?, caller("user")?, caller("user2")?);
+        secrets.extend(passwords(&postgres, &nats, &names));
+        secrets.extend(lines_of("the key ring", &key_ring_path)?);
+        secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
+        Ok(World {
+            agents: BTreeMap::new(),
+            replicas,
+            public,
+            node_balancer,
+            identity,
+            nats,
+            postgres,
+            authority,
+            pool,
+            admin,
+            user,
+            other_user,
+            agent_settings,
+            logs,
+            declared: Declared::default(),
+            secrets,
+            offered: BTreeMap::new(),
+            ended: false,
+            folder: Some(holder),
+        })
+    }
+}
+
+/// Writes policy values for everybody, in force since an hour.
+async fn set_policies(pool: &PgPool, policies: &[(String, Value)]) -> anyhow::Result<()> {
+    let open = OPEN.iter().map(|(key, value)| ((*key).to_owned(), json!(value)));
+    for (key, value) in open.chain(policies.iter().cloned()) {
+        anyhow::ensure!(domain::policy::Key::parse(&key).is_some(), "there is no policy key {key}");
+        let statement = "INSERT INTO policy_value (key, scope_kind, effective_at, value, reason, written_by) \
+                         VALUES ($1, 'global', now() - interval '1 hour', $2, 'a test', 'test')";
+        sqlx::query(statement).bind(key).bind(value).execute(pool).await?;
+    }
+    Ok(())
+}
+
+/// Where the programs of the build lie that this test belongs to.
+fn own_build() -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    let deps = this.parent().and_then(Path::parent);
+    deps.map(Path::to_owned).ok_or_else(|| anyhow::anyhow!("{} lies in no build folder", this.display()))
+}
+
+fn program(folder: &Path, name: &str) -> anyhow::Result<PathBuf> {
+    let path = folder.join(name);
+    anyhow::ensure!(path.is_file(), "{} is missing: run `cargo build --bins` first", path.display());
+    Ok(path)
+}
+
+fn passwords(postgres: &Postgres, nats: &Nats, members: &[String]) -> Vec<(String, String)> {
+    let urls = std::iter::once(("the database's password".to_owned(), postgres.url())).chain(
+        members.iter().filter_map(|name| Some((format!("the NATS password of {name}"), nats.url(name)?))),
+    );
+    let password_in = |url: &str| url.split_once("://")?.1.split_once('@')?.0.split_once(':').map(|(_, it)| it.to_owned());
+    urls.filter_map(|(what, url)| Some((what, password_in(url.expose_secret())?))).collect()
+}
+
+/// The lines of a secret file that are long enough to be recognised.
+pub(super) fn lines_of(what: &str, path: &Path) -> anyhow::Result<Vec<(String, String)>> {
+    let text = std::fs::read_to_string(path)?;
+    let lines = text.lines().map(str::trim).filter(|line| line.len() >= 20 && !line.starts_with("-----"));
+    Ok(lines.map(|line| (what.to_owned(), line.to_owned())).collect())
+}

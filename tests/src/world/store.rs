@@ -1,0 +1,130 @@
+//! What the database says, where the API is not the witness to ask.
+
+use super::{PATIENCE, World};
+use domain::allocation::Allocation;
+use domain::invariant;
+use domain::node::Node;
+use domain::{AllocationId, NodeId};
+use serde_json::Value;
+use sqlx::Row;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// One line of the history.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub kind: String,
+    pub entity: Uuid,
+    pub command: String,
+    pub from_state: Option<String>,
+    pub to_state: String,
+}
+
+impl World {
+    /// The history of one entity, in order.
+    pub async fn history_of(&self, entity: Uuid) -> Vec<Step> {
+        let statement = "SELECT kind, entity, command, from_state, to_state FROM history WHERE entity = $1 ORDER BY version";
+        let rows = sqlx::query(statement).bind(entity).fetch_all(&self.pool).await.expect("the history can be read");
+        rows.iter()
+            .map(|row| Step {
+                kind: row.get("kind"),
+                entity: row.get("entity"),
+                command: row.get("command"),
+                from_state: row.get("from_state"),
+                to_state: row.get("to_state"),
+            })
+            .collect()
+    }
+
+    /// The states that the entity went through, repetitions left out.
+    pub async fn states_of(&self, entity: Uuid) -> Vec<String> {
+        let mut states: Vec<String> = self.history_of(entity).await.into_iter().map(|step| step.to_state).collect();
+        states.dedup();
+        states
+    }
+
+    /// How many commits of this kind and command there are.
+    pub async fn steps_so_far(&self, kind: &str, command: &str) -> i64 {
+        let statement = "SELECT count(*) FROM history WHERE kind = $1 AND command = $2";
+        sqlx::query_scalar(statement).bind(kind).bind(command).fetch_one(&self.pool).await.expect("the history can be counted")
+    }
+
+    /// The audit rows about an entity: who, what, metadata, correlation id.
+    pub async fn audit_of(&self, target: Uuid) -> Vec<(String, String, Value, String)> {
+        let statement = "SELECT actor, action, metadata, correlation_id FROM audit WHERE target_id = $1 ORDER BY at, seq";
+        let rows = sqlx::query(statement).bind(target).fetch_all(&self.pool).await.expect("the audit log can be read");
+        rows.iter().map(|row| (row.get(0), row.get(1), row.get(2), row.get(3))).collect()
+    }
+
+    /// Sets a policy value for everybody and waits until every replica has read it.
+    pub async fn set_policy(&self, key: &str, value: impl Into<Value>) {
+        assert!(domain::policy::Key::parse(key).is_some(), "there is no policy key {key}");
+        let statement = "INSERT INTO policy_value (key, scope_kind, effective_at, value, reason, written_by) \
+                         VALUES ($1, 'global', now(), $2, 'a test', 'test')";
+        sqlx::query(statement).bind(key).bind(value.into()).execute(&self.pool).await.expect("a policy value is written");
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+    }
+
+    /// Every commit takes this much longer, so that what happens between two of them can be aimed at.
+    pub async fn slow_commits_by(&self, pause: Duration) {
+        let function = format!(
+            "CREATE OR REPLACE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS \
+             $$ BEGIN PERFORM pg_sleep({}); RETURN NULL; END $$",
+            pause.as_secs_f64()
+        );
+        let trigger = "CREATE OR REPLACE TRIGGER slow BEFORE INSERT ON history FOR EACH STATEMENT EXECUTE FUNCTION slow()";
+        for statement in [function.as_str(), trigger] {
+            sqlx::raw_sql(sqlx::AssertSqlSafe(statement)).execute(&self.pool).await.expect("a trigger can be made");
+        }
+    }
+
+    /// Rows of the outbox: subject and age in seconds.
+    pub async fn outbox(&self) -> Vec<(String, f64)> {
+        let statement = "SELECT subject, extract(epoch FROM now() - written_at)::float8 FROM outbox ORDER BY written_at";
+        let rows = sqlx::query(statement).fetch_all(&self.pool).await.expect("the outbox can be read");
+        rows.iter().map(|row| (row.get(0), row.get(1))).collect()
+    }
+
+    /// Waits until everything that had to follow has followed.
+    pub async fn expect_settled(&self) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let rows = self.outbox().await;
+            if rows.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < until, "events without effect stay in the outbox: {rows:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Invariant I2 over everything that is stored: no GPU is held twice, and who believes to have GPUs has them.
+    pub async fn expect_every_gpu_held_once(&self) {
+        // One snapshot of both kinds: a saga that is under way moves between two reads.
+        let statement = "SELECT kind, id, body::text FROM entity WHERE kind IN ('node', 'allocation')";
+        let rows = sqlx::query(statement).fetch_all(&self.pool).await.expect("the entities can be read");
+        let (mut nodes, mut allocations) = (BTreeMap::new(), BTreeMap::new());
+        for row in &rows {
+            let (kind, id, body): (String, Uuid, String) = (row.get(0), row.get(1), row.get(2));
+            if self.declared.parked.contains(&id) {
+                continue;
+            }
+            let unreadable = |error| panic!("the snapshot of {kind} {id} cannot be read: {error}");
+            if kind == "node" {
+                let node: Node = serde_json::from_str(&body).unwrap_or_else(unreadable);
+                nodes.insert(NodeId(id), node);
+            } else {
+                let unreadable = |error| panic!("the snapshot of {kind} {id} cannot be read: {error}");
+                let allocation: Allocation = serde_json::from_str(&body).unwrap_or_else(unreadable);
+                allocations.insert(AllocationId(id), allocation);
+            }
+        }
+        assert!(invariant::i2_a_gpu_has_one_tenant(&nodes, &allocations), "a GPU is held twice: {nodes:#?} {allocations:#?}");
+    }
+
+    /// A client of the bus that may see everything.
+    pub async fn bus(&self) -> async_nats::Client {
+        self.nats.connect(super::plan::OPERATOR).await.expect("NATS takes the operator")
+    }
+}
