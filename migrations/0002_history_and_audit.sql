@@ -34,9 +34,8 @@ CREATE TABLE audit (
 ) PARTITION BY RANGE (at);
 
 -- A unique index on a partitioned table must hold the partition key: that (shard, epoch, seq) alone does not repeat is what
--- the committer's counter and, later, the hash chain over it are for.
-CREATE UNIQUE INDEX audit_order ON audit (shard, epoch, seq, at);
-CREATE INDEX audit_by_time ON audit (at, shard, epoch, seq);
+-- the committer's counter is for.
+CREATE UNIQUE INDEX audit_order ON audit (at, shard, epoch, seq);
 CREATE TABLE audit_default PARTITION OF audit DEFAULT;
 
 -- Makes the partitions of the running month (UTC) and of `ahead` more, where they are missing. A month whose rows already lie

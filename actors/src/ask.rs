@@ -1,5 +1,6 @@
 //! What is asked and what can come back.
 
+use crate::place::command_id;
 use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
 use serde::{Deserialize, Serialize};
 
@@ -68,10 +69,12 @@ impl CommandKey {
         Self { id, digest, keep_reply: true, consumes: None }
     }
 
-    /// The command that carries an event out.
+    /// The command that carries an event out, by its name: what follows from an event may turn out differently when it is worked on
+    /// again, and the one must not pass for the other.
     #[must_use]
-    pub const fn of_event(event: EventId) -> Self {
-        Self { id: CommandId(event.0), digest: [0; 32], keep_reply: false, consumes: Some(event) }
+    pub fn of_event(event: EventId, command: &str) -> Self {
+        let id = command_id(&[b"event", event.0.as_bytes(), command.as_bytes()]);
+        Self { id, digest: [0; 32], keep_reply: false, consumes: Some(event) }
     }
 }
 

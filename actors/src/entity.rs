@@ -77,8 +77,12 @@ impl<M: Machine> Actor for Entity<M> {
         let world = hosted.host.world();
         let policy = world.policy();
         let now = Now { at: world.now(), seed: world.seed(), policy: &policy };
+        let before = hosted.shell.version();
         let outputs = hosted.shell.on(input, now);
         hosted.facts.note(hosted.shell.state(), hosted.shell.version());
+        if hosted.shell.version() != before {
+            hosted.host.changed(hosted.entity);
+        }
         hosted.carry_out(outputs, &myself);
         Ok(())
     }

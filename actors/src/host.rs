@@ -6,6 +6,7 @@ use crate::entity::{Entity, Message, Start, Waiter};
 use crate::place::shard_of;
 use crate::ports::{Effects, Store, Term, World};
 use crate::shell::{Ask, Input};
+use crate::watch::{Watch, Watches};
 use dashmap::DashMap;
 use domain::commit::Epoch;
 use domain::{CommandId, EntityRef, Kind, Machine, Shard, Timestamp};
@@ -59,6 +60,7 @@ pub struct Host {
     awake: DashMap<EntityRef, Awake>,
     failures: DashMap<EntityRef, Failures>,
     in_flight: Arc<DashMap<CommandId, ()>>,
+    watches: Watches,
     tokens: AtomicU64,
     restarts: AtomicU64,
 }
@@ -245,6 +247,7 @@ impl Host {
             awake: DashMap::new(),
             failures: DashMap::new(),
             in_flight: Arc::default(),
+            watches: Watches::default(),
             tokens: AtomicU64::new(0),
             restarts: AtomicU64::new(0),
         })
@@ -260,6 +263,16 @@ impl Host {
 
     pub(crate) fn world(&self) -> &dyn World {
         &*self.world
+    }
+
+    /// Waits for changes of an entity that lives here.
+    #[must_use]
+    pub fn watch(&self, entity: EntityRef) -> Watch {
+        self.watches.watch(entity)
+    }
+
+    pub(crate) fn changed(&self, entity: EntityRef) {
+        self.watches.changed(entity);
     }
 
     /// Takes a shard into this process's hands, under the term that the database granted.

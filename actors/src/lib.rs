@@ -13,7 +13,9 @@ pub mod ports;
 pub mod shell;
 #[cfg(test)]
 mod testing;
+mod watch;
 
 pub use ask::{Answer, Answered, AskError, Asked, CommandKey};
 pub use directory::Directory;
 pub use host::{Host, HostConfig};
+pub use watch::Watch;

@@ -188,7 +188,6 @@ impl<M: Machine> Shell<M> {
         loop {
             let reloads = match self.phase {
                 Phase::Ready { reloads } => reloads,
-                Phase::Loading { reloads } if reloads > 0 => reloads,
                 Phase::Loading { .. } | Phase::Committing { .. } | Phase::Looking { .. } => return,
                 Phase::Over => {
                     self.refuse_waiting(&AskError::NotOwner, out);

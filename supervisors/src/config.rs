@@ -144,7 +144,8 @@ fn list(name: &str) -> Vec<String> {
 }
 
 fn networks(name: &str) -> anyhow::Result<Vec<IpNet>> {
-    let parse = |text: String| text.parse().with_context(|| format!("{name}: {text:?} is no network such as 10.0.0.0/8"));
+    let parse =
+        |text: String| text.parse().with_context(|| format!("{name}: {text:?} is no network such as 10.0.0.0/8"));
     list(name).into_iter().map(parse).collect()
 }
 

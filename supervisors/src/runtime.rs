@@ -42,8 +42,12 @@ pub struct Operations {
 #[serde(rename_all = "snake_case")]
 enum Question {
     /// What runs there, with the entities of `ids` and all that are parked or backing off.
-    Part { ids: Vec<Uuid> },
-    Restart { entity: EntityRef },
+    Part {
+        ids: Vec<Uuid>,
+    },
+    Restart {
+        entity: EntityRef,
+    },
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -58,7 +62,6 @@ struct Part {
     node: MemberNode,
     entities: Vec<EntityRow>,
 }
-
 
 impl Operations {
     /// Answers the other members.
@@ -149,7 +152,8 @@ impl Operations {
             }
         }
         let owners = self.owners();
-        let mut entities: Vec<_> = waiting.iter().map(|at| shown(at, rows.get(&at.entity.id).copied(), &owners)).collect();
+        let mut entities: Vec<_> =
+            waiting.iter().map(|at| shown(at, rows.get(&at.entity.id).copied(), &owners)).collect();
         if only_parked {
             entities.retain(|entity| entity.status == "parked");
         }

@@ -1,8 +1,8 @@
 //! One process of the control plane, from its configuration to its ordered end.
 
+use crate::cluster::View;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
-use crate::cluster::View;
 use crate::config::{Config, Role};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
@@ -44,7 +44,7 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -105,7 +105,8 @@ impl Process {
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
         let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
-        let store = Durable { committer: committer.clone(), reads: reads.clone() };
+        let look = Arc::new(Notify::new());
+        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look) };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
@@ -119,6 +120,7 @@ impl Process {
             Arc::clone(&host),
             directory.clone(),
             bus.clone(),
+            look,
             takes_shards,
         );
         *owner.parent.lock().unwrap_or_else(PoisonError::into_inner) = Some(supervisor.root());
@@ -175,10 +177,7 @@ impl Process {
             polls: self.polls.clone(),
             connections: self.connections.clone(),
             trust,
-            addresses: Addresses {
-                public_url: config.public_url.clone(),
-                node_url: config.node_public_url.clone(),
-            },
+            addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
         }))
     }
@@ -198,8 +197,7 @@ impl Process {
     async fn works(&self, services: &Services) -> anyhow::Result<BTreeMap<&'static str, Work>> {
         let outbox = Outbox::new(self.pool.clone());
         let placer = Arc::new(Placer::new(&self.registry)?);
-        let reactor =
-            Reactor::new(self.directory.clone(), self.reads.clone(), outbox, placer, "provisioning")?;
+        let reactor = Reactor::new(self.directory.clone(), self.reads.clone(), outbox, placer, "provisioning")?;
         let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
@@ -219,12 +217,18 @@ impl Process {
         );
         for (name, stream) in [("provisioning-events", Stream::Provisioning), ("node-events", Stream::Nodes)] {
             let consumer = (reactor.clone(), self.bus.clone());
-            works.insert(name, work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }));
+            works.insert(
+                name,
+                work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }),
+            );
         }
         let nudges = (self.bus.clone(), self.polls.clone(), self.connections.clone());
-        works.insert("nudges", work(&nudges, |(bus, polls, connections)| async move {
-            bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
-        }));
+        works.insert(
+            "nudges",
+            work(&nudges, |(bus, polls, connections)| async move {
+                bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
+            }),
+        );
         works.extend(self.listeners(services).await?);
         Ok(works)
     }
@@ -261,7 +265,9 @@ impl Process {
         };
         Ok([("public-api", public), ("node-api", node)]
             .into_iter()
-            .map(|(name, listening)| (name, work(&Arc::new(listening), |listening| async move { listening.serve().await })))
+            .map(|(name, listening)| {
+                (name, work(&Arc::new(listening), |listening| async move { listening.serve().await }))
+            })
             .collect())
     }
 

@@ -274,7 +274,11 @@ impl Actor for Worker {
     type State = AbortOnDropHandle<()>;
     type Arguments = Work;
 
-    async fn pre_start(&self, myself: ActorRef<Finished>, work: Work) -> Result<AbortOnDropHandle<()>, ActorProcessingErr> {
+    async fn pre_start(
+        &self,
+        myself: ActorRef<Finished>,
+        work: Work,
+    ) -> Result<AbortOnDropHandle<()>, ActorProcessingErr> {
         let name = self.name;
         Ok(AbortOnDropHandle::new(tokio::spawn(async move {
             let how = match AssertUnwindSafe(work()).catch_unwind().await {

@@ -130,7 +130,8 @@ fn print_member(out: &mut impl Write, member: &MemberNode) -> std::io::Result<()
 fn print_below(out: &mut impl Write, member: &MemberNode, parent: &str, depth: usize) -> std::io::Result<()> {
     for worker in member.workers.iter().filter(|worker| worker.under == parent) {
         let indent = "  ".repeat(depth);
-        let trouble = worker.last_error.as_deref().map(|error| format!("  {} restarts, last: {error}", worker.restarts));
+        let trouble =
+            worker.last_error.as_deref().map(|error| format!("  {} restarts, last: {error}", worker.restarts));
         let (name, state, what) = (&worker.name, &worker.state, &worker.what);
         writeln!(out, "{indent}{name:<20} {state:<12} {what}{}", trouble.unwrap_or_default())?;
         print_below(out, member, name, depth + 1)?;

@@ -33,11 +33,8 @@ pub async fn load(
     let task_key_id = active.key_id();
     let keys = vec![VerifierKey::new(active, KeyStatus::Active)];
     let verifier_set = VerifierSet::sign(0, keys, &[(&task_key_id, &task_signer)])?;
-    let bootstrap_verifier_keys = if configured_verifiers.is_empty() {
-        vec![verifier_set.to_env_value()]
-    } else {
-        configured_verifiers.to_vec()
-    };
+    let bootstrap_verifier_keys =
+        if configured_verifiers.is_empty() { vec![verifier_set.to_env_value()] } else { configured_verifiers.to_vec() };
     VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
         .context("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS is not a list of Ed25519 public keys")?;
     Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem })

@@ -5,11 +5,12 @@ use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
 use domain::commit::{Done, Snapshot};
 use domain::policy::PolicyBook;
-use domain::{Commit, CommandId, EntityRef, Outcome, Timestamp};
+use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::{Committer, Reads};
 use std::sync::Arc;
+use tokio::sync::Notify;
 
 /// The clock, the dice, and the policy values as they were read last.
 #[derive(Default)]
@@ -44,6 +45,8 @@ impl World for Here {
 pub struct Durable {
     pub committer: Committer,
     pub reads: Reads,
+    /// Told when a commit found that its shard is another's: the books should be read now.
+    pub fenced: Arc<Notify>,
 }
 
 impl Store for Durable {
@@ -52,7 +55,14 @@ impl Store for Durable {
     }
 
     fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
-        self.committer.commit(commit).boxed()
+        async move {
+            let outcome = self.committer.commit(commit).await;
+            if outcome == Outcome::Fenced {
+                self.fenced.notify_one();
+            }
+            outcome
+        }
+        .boxed()
     }
 
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {

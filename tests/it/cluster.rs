@@ -13,7 +13,10 @@ async fn any_replica_serves_any_request_and_a_killed_one_is_not_missed() {
     let node = world.node_with("h100", &["--simulate-provision-delay-ms", "1500"]).await;
     let users: Vec<Client> = (0..3).map(|index| world.at_replica(index, "user")).collect();
     let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 2 });
-    let allocation = tests::world::Rented::new(id_of(&users[2].post("/api/v1/allocations", &wanted).await.created()), users[0].clone());
+    let allocation = tests::world::Rented::new(
+        id_of(&users[2].post("/api/v1/allocations", &wanted).await.created()),
+        users[0].clone(),
+    );
     for user in &users {
         let listed = user.get("/api/v1/allocations").await.ok();
         assert!(listed["items"].as_array().unwrap().iter().any(|it| it["id"] == allocation.id.to_string()), "{listed}");
@@ -133,7 +136,7 @@ async fn a_corrupt_snapshot_is_parked_and_shown_while_a_hundred_others_go_on() {
         })),
     );
     for answer in hundred {
-        let _ = answer.created();
+        answer.created();
     }
     assert_eq!(well.len(), 100);
     let shown = entity_in(&poisoned, sick.id);
@@ -182,13 +185,13 @@ async fn a_replica_that_was_frozen_owns_nothing_any_more_and_commits_nothing_und
     let admin = world.at_replica(other, "admin");
     expect_all_shards_owned_by(&admin, 1).await;
     let path = format!("/api/v1/admin/nodes/{}/enrollment-token", node.id);
-    let _ = admin.post(&path, &json!({})).await.created();
+    admin.post(&path, &json!({})).await.created();
     world.signal_replica(owner, Signal::SIGCONT);
     expect_all_shards_owned_by(&admin, 2).await;
     // Whoever owns the node: it is as the other left it, and goes on from there.
     let again = world.at_replica(owner, "admin");
     assert_eq!(again.get(&node.path()).await.ok()["state"], admin.get(&node.path()).await.ok()["state"]);
-    let _ = again.post(&path, &json!({})).await.created();
+    again.post(&path, &json!({})).await.created();
     tokio::time::sleep(Duration::from_millis(200)).await;
     let issued = world.history_of(node.id).await.into_iter().filter(|step| step.command == "issue_token").count();
     assert_eq!(issued, 2);

@@ -41,7 +41,11 @@ async fn a_token_lets_in_one_agent_of_its_own_node_once_and_in_time() {
     let (nobody, _) = Showing::honest(&of_one, GPUS);
     let nobody = Showing { node_id: uuid::Uuid::now_v7(), ..nobody };
     let unknown = nobody.enroll().await;
-    assert_eq!(unknown.refused(401, "enrollment_rejected").body["message"], refused.body["message"], "one public answer");
+    assert_eq!(
+        unknown.refused(401, "enrollment_rejected").body["message"],
+        refused.body["message"],
+        "one public answer"
+    );
     // Nothing was spent by it.
     let _ = HandAgent::onboard(&of_one, GPUS).await;
     let _ = HandAgent::onboard(&of_other, GPUS).await;
@@ -208,7 +212,8 @@ async fn an_expired_certificate_gets_nothing_on_a_live_and_on_a_resumed_connecti
     assert_eq!(answer_to(wait()).await.unwrap().status.as_u16(), 204, "its session can be resumed from here on");
     // A renewed one goes on living; the old one is good until its own end.
     let (showing, _) = Showing::honest(&bundle, GPUS);
-    let renewed = agent.send(Method::POST, "certificate/renew", Some(&json!({ "csr_pem": showing.csr_pem }))).await.ok();
+    let renewed =
+        agent.send(Method::POST, "certificate/renew", Some(&json!({ "csr_pem": showing.csr_pem }))).await.ok();
     world.set_policy("node.certificate_ttl_seconds", 3600).await;
     let (longer, longer_key) = Showing::honest(&bundle, GPUS);
     let longer_lived =

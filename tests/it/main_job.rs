@@ -35,10 +35,7 @@ async fn a_node_is_onboarded_rented_and_given_back() {
 
     let states: Vec<_> = released["status_history"].as_array().unwrap().iter().map(|step| &step["state"]).collect();
     assert_eq!(states, ["requested", "provisioning", "active", "releasing", "released"]);
-    assert_eq!(
-        world.states_of(allocation.id).await,
-        ["requested", "provisioning", "active", "releasing", "released"]
-    );
+    assert_eq!(world.states_of(allocation.id).await, ["requested", "provisioning", "active", "releasing", "released"]);
     let lived = world.states_of(node.id).await;
     assert_eq!(lived, ["registered", "bootstrap_issued", "enrolling", "active"]);
     expect_audited(&world, node.id, &["nodes.create", "nodes.issue_enrollment_token", "nodes.enroll"]).await;
@@ -80,7 +77,8 @@ async fn events(world: &World) -> BTreeSet<String> {
         let stream = context.get_stream(name).await.expect("the stream is there");
         let config = jetstream::consumer::pull::Config::default();
         let consumer = stream.create_consumer(config).await.expect("the operator may read the stream");
-        let mut messages = consumer.fetch().max_messages(1000).expires(Duration::from_secs(2)).messages().await.unwrap();
+        let mut messages =
+            consumer.fetch().max_messages(1000).expires(Duration::from_secs(2)).messages().await.unwrap();
         while let Some(message) = messages.next().await {
             let message = message.expect("a message");
             expect_cloud_event(&message);
@@ -109,7 +107,8 @@ fn expect_no_secret_key(value: &Value) {
     match value {
         Value::Object(fields) => {
             for (name, inner) in fields {
-                let suspect = ["secret", "token", "key", "password"].iter().find(|word| name.to_lowercase().contains(**word));
+                let suspect =
+                    ["secret", "token", "key", "password"].iter().find(|word| name.to_lowercase().contains(**word));
                 assert_eq!(suspect, None, "an event has a field {name}");
                 expect_no_secret_key(inner);
             }

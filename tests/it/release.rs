@@ -16,7 +16,10 @@ async fn what_cannot_be_provisioned_is_released_with_its_failure_and_the_node_is
     let allocation = world.rent("h100", 4).await;
     let released = allocation.expect_state("released").await;
     let failure = &released["failure"];
-    assert_eq!((failure["phase"].as_str(), failure["code"].as_str()), (Some("provisioning"), Some("simulated_failure")));
+    assert_eq!(
+        (failure["phase"].as_str(), failure["code"].as_str()),
+        (Some("provisioning"), Some("simulated_failure"))
+    );
     assert!(failure["retryable"] == true && failure["message"].is_string(), "{failure}");
     assert!(released["active_at"].is_null(), "{released}");
     assert_eq!(world.states_of(allocation.id).await, ["requested", "provisioning", "releasing", "released"]);
@@ -138,7 +141,8 @@ async fn fenced(world: &mut World) -> (OnboardedNode, Rented) {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let states = world.states_of(allocation.id).await;
-    let expected = ["requested", "provisioning", "active", "releasing", "release_failed", "releasing", "release_failed"];
+    let expected =
+        ["requested", "provisioning", "active", "releasing", "release_failed", "releasing", "release_failed"];
     assert_eq!(states, expected);
     (node, allocation)
 }

@@ -119,7 +119,8 @@ async fn one_key_rents_once_however_often_it_is_sent_and_belongs_to_one_request(
     let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1 });
     let send = |index: usize, body: Value| {
         let by = world.at_replica(index, "user");
-        let request = by.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", "the-one-key").json(&body);
+        let request =
+            by.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", "the-one-key").json(&body);
         async move { by.send(request).await }
     };
     let first = send(0, wanted.clone()).await.created();

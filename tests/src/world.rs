@@ -96,7 +96,6 @@ struct AgentLife {
 }
 
 impl World {
-    #[must_use]
     pub fn plan() -> Plan {
         Plan::default()
     }

@@ -139,7 +139,7 @@ fn a_commit_carries_everything_that_is_written_with_it() {
     let by = worker();
     let asked = Asked { traceparent: Some("00-trace".to_owned()), ..asked(at(200)) };
     let event = EventId(Uuid::from_u128(77));
-    let ask = Ask { token: 1, command: Count::Add(3), asked: asked.once(CommandKey::of_event(event)) };
+    let ask = Ask { token: 1, command: Count::Add(3), asked: asked.once(CommandKey::of_event(event, "add")) };
     let outputs = bench.raw(Input::Ask(ask));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     assert_eq!(commit.entity, EntityRef { kind: Kind::Sku, id: COUNTER });
@@ -149,7 +149,8 @@ fn a_commit_carries_everything_that_is_written_with_it() {
     assert_eq!((commit.actor.clone(), commit.correlation_id.as_str()), (by.to_string(), "correlation"));
     assert_eq!(commit.traceparent.as_deref(), Some("00-trace"));
     let command = commit.command.as_ref().unwrap();
-    assert_eq!((command.id.0, command.consumes, &command.reply), (event.0, Some(event), &None));
+    assert_eq!(command.id, CommandKey::of_event(event, "add").id);
+    assert_eq!((command.consumes, &command.reply), (Some(event), &None));
     assert_eq!(commit.outbox.len(), 1);
     assert_eq!(commit.outbox[0].0.0.get_version_num(), 7);
     let next: Counter = serde_json::from_str(&commit.snapshot).unwrap();
@@ -238,7 +239,7 @@ fn another_request_under_a_used_command_id_is_refused() {
 #[test]
 fn a_duplicate_whose_reply_nobody_kept_is_said_to_be_done() {
     let mut bench = Bench::ready();
-    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)));
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
     assert_eq!(bench.ask_once(1, Count::Add(3), event.clone()), ["commit add from 5"]);
     let duplicate = Outcome::Duplicate(done(&event, None));
     assert_eq!(bench.on(Input::Committed(duplicate)), ["1: the command was carried out before"]);
@@ -296,7 +297,7 @@ fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
 fn a_rejection_is_an_answer() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::AddOnce(2)), ["1: ticket 2 was counted"]);
-    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)));
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
     assert_eq!(bench.ask_once(2, Count::AddOnce(2), event), ["2: ticket 2 was counted"]);
     assert_eq!(bench.ask(3, Count::Read), ["3: 2 unchanged at 5"]);
 }

@@ -215,10 +215,11 @@ impl Batch {
     pub(super) fn settle(self, answer: &[PgRow]) -> Vec<OutboxRow> {
         let mut outcomes: Vec<Option<Outcome>> = vec![None; self.jobs.len()];
         for row in answer {
-            if let Ok((place, outcome)) = read(row)
-                && let Some(slot) = outcomes.get_mut(place)
-            {
-                *slot = Some(outcome);
+            for (ord, outcome) in read(row).unwrap_or_default() {
+                let place = usize::try_from(ord - 1).unwrap_or(usize::MAX);
+                if let Some(slot) = outcomes.get_mut(place) {
+                    *slot = Some(outcome);
+                }
             }
         }
         let mut published = Vec::new();
@@ -233,20 +234,21 @@ impl Batch {
     }
 }
 
-/// A row of the answer: the place in the batch, and what became of it.
-fn read(row: &PgRow) -> Result<(usize, Outcome), sqlx::Error> {
-    let place = usize::try_from(row.try_get::<i64, _>(0)? - 1).map_err(|error| sqlx::Error::Decode(error.into()))?;
-    let (held, applied): (bool, bool) = (row.try_get(1)?, row.try_get(2)?);
-    let outcome = if applied {
-        Outcome::Applied
-    } else if !held {
+/// A row of the answer: places in the batch, from 1, and what became of the transitions there.
+fn read(row: &PgRow) -> Result<Vec<(i64, Outcome)>, sqlx::Error> {
+    if let Some(applied) = row.try_get::<Option<Vec<i64>>, _>(0)? {
+        return Ok(applied.into_iter().map(|ord| (ord, Outcome::Applied)).collect());
+    }
+    // None passed: that row is empty.
+    let Some(ord) = row.try_get::<Option<i64>, _>(1)? else { return Ok(Vec::new()) };
+    let outcome = if !row.try_get::<bool, _>(2)? {
         Outcome::Fenced
     } else if let Some(entity) = row.try_get::<Option<Uuid>, _>(3)? {
         Outcome::Duplicate(Done { entity, digest: row.try_get(4)?, reply: row.try_get(5)? })
     } else {
         Outcome::Conflict
     };
-    Ok((place, outcome))
+    Ok(vec![(ord, outcome)])
 }
 
 fn count(n: usize) -> i64 {

@@ -91,8 +91,14 @@ resting AS (
     DELETE FROM deadline USING passed
     WHERE deadline.entity = ANY ($39::uuid[]) AND deadline.entity = passed.id AND passed.wake_at IS NULL
 )
-SELECT item.ord, held.id IS NOT NULL AS held, passed.ord IS NOT NULL AS applied, done.entity, done.digest, done.reply::text
+-- One row with the places of all that passed, and one for each that did not.
+SELECT array_agg(ord) AS applied, NULL::bigint AS ord, NULL::boolean AS held, NULL::uuid AS entity, NULL::bytea AS digest,
+       NULL::text AS reply
+FROM passed
+UNION ALL
+SELECT NULL, item.ord, held.id IS NOT NULL, done.entity, done.digest, done.reply::text
 FROM item
 LEFT JOIN held ON held.id = item.shard AND held.epoch = item.epoch
 LEFT JOIN done ON done.id = item.command_id
 LEFT JOIN passed ON passed.ord = item.ord
+WHERE passed.ord IS NULL

@@ -15,8 +15,9 @@ pub fn assign(living: &[MemberId]) -> BTreeMap<Shard, MemberId> {
     let mut taken: BTreeMap<MemberId, usize> = BTreeMap::new();
     let mut assigned = BTreeMap::new();
     // The strongest wishes first, so that the order of shards favours nobody.
-    let mut wishes: Vec<_> =
-        Shard::all().flat_map(|shard| living.iter().map(move |member| (weight(shard, *member), shard, *member))).collect();
+    let mut wishes: Vec<_> = Shard::all()
+        .flat_map(|shard| living.iter().map(move |member| (weight(shard, *member), shard, *member)))
+        .collect();
     wishes.sort_unstable_by(|a, b| b.cmp(a));
     for (_, shard, member) in wishes {
         let held = taken.entry(member).or_default();

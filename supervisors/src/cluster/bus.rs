@@ -156,7 +156,12 @@ impl Bus {
 }
 
 impl Remote for Bus {
-    fn request(&self, shard: Shard, payload: Vec<u8>, timeout: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
+    fn request(
+        &self,
+        shard: Shard,
+        payload: Vec<u8>,
+        timeout: Duration,
+    ) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
         async move {
             if !self.is_connected() {
                 return Err(RemoteError::Unreachable("there is no connection to NATS".to_owned()));

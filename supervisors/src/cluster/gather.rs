@@ -1,7 +1,7 @@
 //! Questions to every member at once, for what an operator wants to see of the whole cluster from any replica.
 
-use super::bus::Bus;
 use super::View;
+use super::bus::Bus;
 use domain::MemberId;
 use futures::StreamExt;
 use serde::de::DeserializeOwned;

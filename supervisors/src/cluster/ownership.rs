@@ -36,7 +36,7 @@ pub struct Owner {
     /// Under whom the shards' supervisors run.
     pub parent: Mutex<Option<ActorCell>>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
-    look: Notify,
+    look: Arc<Notify>,
     /// False for a process without entities: it reads along and owns nothing.
     takes_shards: bool,
 }
@@ -49,6 +49,7 @@ impl Owner {
         host: Arc<Host>,
         directory: Directory,
         bus: Bus,
+        look: Arc<Notify>,
         takes_shards: bool,
     ) -> Self {
         Self {
@@ -59,7 +60,7 @@ impl Owner {
             bus,
             parent: Mutex::default(),
             serving: Mutex::default(),
-            look: Notify::new(),
+            look,
             takes_shards,
         }
     }

@@ -48,17 +48,18 @@ impl Placer {
     }
 
     async fn search(&self, by: &Reactor, heard: &Heard, id: AllocationId) -> Result<Effect, Stuck> {
-        let Some(allocation) = requested(by, id).await? else { return Ok(by.settle(heard).await) };
+        let allocation = match read(by, id).await? {
+            Standing::Requested(allocation) => allocation,
+            Standing::Over { user_id } => return Ok(forget(by, heard, id, &user_id).await),
+            Standing::Placed => return Ok(by.settle(heard).await),
+        };
         let tell = |command| by.carry_out::<Allocation>(heard, id.0, command);
         if let Some(limit) = self.over_quota(by, heard, &allocation).await? {
             return Ok(tell(allocation::Command::OverQuota { limit }).await);
         }
-        // Released while it was being counted? Its end may have been heard before its beginning.
-        if requested(by, id).await?.is_none() {
-            let forget = tenant::Command::Forget { allocation_id: id };
-            let tenant = id_of_name(Kind::Tenant, &allocation.asked.user_id);
-            let _ = by.directory.ask::<Tenant>(&by.permit, tenant, forget, by.asked(heard)).await;
-            return Ok(by.settle(heard).await);
+        // It may have ended while it was being counted: its end may have been heard before its beginning.
+        if let Standing::Over { user_id } = read(by, id).await? {
+            return Ok(forget(by, heard, id, &user_id).await);
         }
         let wanted = Wanted {
             node_id: allocation.asked.node_id,
@@ -131,13 +132,33 @@ impl Placer {
     }
 }
 
-/// The allocation, if it still waits for a node.
-async fn requested(by: &Reactor, id: AllocationId) -> Result<Option<Allocation>, Stuck> {
-    let Some(snapshot) = by.reads.snapshot(EntityRef { kind: Kind::Allocation, id: id.0 }).await? else {
-        return Ok(None);
-    };
+/// Where the allocation of a request stands when it is worked on.
+enum Standing {
+    Requested(Box<Allocation>),
+    /// It has a node, or is giving one back: an earlier try got this far.
+    Placed,
+    Over {
+        user_id: String,
+    },
+}
+
+async fn read(by: &Reactor, id: AllocationId) -> Result<Standing, Stuck> {
+    let snapshot = by.reads.snapshot(EntityRef { kind: Kind::Allocation, id: id.0 }).await?;
+    let snapshot = snapshot.ok_or_else(|| Stuck("the allocation is not there".to_owned()))?;
     let allocation: Allocation = serde_json::from_str(&snapshot.body)?;
-    Ok(matches!(allocation.phase, Phase::Requested { .. }).then_some(allocation))
+    Ok(match allocation.phase {
+        Phase::Requested { .. } => Standing::Requested(Box::new(allocation)),
+        Phase::Released { .. } => Standing::Over { user_id: allocation.asked.user_id },
+        Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Releasing { .. } | Phase::ReleaseFailed { .. } => {
+            Standing::Placed
+        }
+    })
+}
+
+/// Takes an allocation that is over out of its tenant's quota, wherever in between it was counted.
+async fn forget(by: &Reactor, heard: &Heard, id: AllocationId, user_id: &str) -> Effect {
+    let command = tenant::Command::Forget { allocation_id: id };
+    by.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, user_id), command).await
 }
 
 async fn candidates(by: &Reactor, sku: SkuId, id: AllocationId) -> Result<Vec<Candidate>, Stuck> {

@@ -14,6 +14,7 @@ use chrono::{TimeDelta, Utc};
 use domain::allocation::Allocation;
 use domain::authz::authorize;
 use domain::event::{Reaction, Stream};
+use domain::machine::Command as _;
 use domain::node::Node;
 use domain::tenant::Tenant;
 use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
@@ -92,7 +93,7 @@ impl Reactor {
 
     /// Asks the one command that carries the event out; its commit takes the outbox row with it.
     pub(super) async fn carry_out<M: Machine>(&self, heard: &Heard, id: uuid::Uuid, command: M::Command) -> Effect {
-        let asked = self.asked(heard).once(CommandKey::of_event(heard.id));
+        let asked = self.asked(heard).once(CommandKey::of_event(heard.id, command.name()));
         match self.directory.ask::<M>(&self.permit, id, command, asked).await {
             Ok(answered) if answered.written => Effect::Settled,
             // Carried out before, or nothing had to change: nothing else takes the row away.
@@ -141,7 +142,8 @@ impl Reactor {
             ..pull::Config::default()
         };
         let consumer: PullConsumer = stream_of.get_or_create_consumer(&name, config).await?;
-        let messages = consumer.stream().max_messages_per_batch(AT_ONCE).heartbeat(Duration::from_secs(5)).messages().await?;
+        let messages =
+            consumer.stream().max_messages_per_batch(AT_ONCE).heartbeat(Duration::from_secs(5)).messages().await?;
         let mut working = messages.map(|message| async move { self.one(message?).await }).buffer_unordered(AT_ONCE);
         while let Some(done) = working.next().await {
             done?;

@@ -30,7 +30,8 @@ impl Postgres {
     pub fn start() -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("gpuaas-bench").tempdir()?;
         if nix::unistd::geteuid().is_root() {
-            let user = nix::unistd::User::from_name("postgres")?.context("Postgres does not run as root, and there is no user postgres")?;
+            let user = nix::unistd::User::from_name("postgres")?
+                .context("Postgres does not run as root, and there is no user postgres")?;
             nix::unistd::chown(folder.path(), Some(user.uid), Some(user.gid))?;
         }
         let data = folder.path().join("data");
@@ -50,7 +51,13 @@ impl Postgres {
         server.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let postgres = Self { child: server.spawn().context("starting postgres")?, folder };
         let began = Instant::now();
-        while !Command::new(program("pg_isready")?).arg("-q").arg("-h").arg(postgres.socket_folder()).status()?.success() {
+        while !Command::new(program("pg_isready")?)
+            .arg("-q")
+            .arg("-h")
+            .arg(postgres.socket_folder())
+            .status()?
+            .success()
+        {
             if began.elapsed() > Duration::from_secs(30) {
                 bail!("postgres does not come up");
             }

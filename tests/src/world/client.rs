@@ -58,7 +58,9 @@ impl Client {
 
     /// The first answer to a request made by hand.
     pub async fn send(&self, request: reqwest::RequestBuilder) -> Answer {
-        self.try_send(request).await.unwrap_or_else(|error| panic!("{}: no answer: {:#}", self.base, anyhow::Error::from(error)))
+        self.try_send(request)
+            .await
+            .unwrap_or_else(|error| panic!("{}: no answer: {:#}", self.base, anyhow::Error::from(error)))
     }
 
     /// # Errors
@@ -153,13 +155,12 @@ impl Answer {
     }
 
     /// The body of a success.
-    #[must_use]
     pub fn ok(self) -> Value {
         assert!(self.status.is_success(), "{self}");
         self.body
     }
 
-    #[must_use]
+    /// The body of a creation.
     pub fn created(self) -> Value {
         assert_eq!(self.status, StatusCode::CREATED, "{self}");
         self.body

@@ -55,7 +55,12 @@ impl World {
             let status = replica.exit_status();
             let well = !ran || status.is_some_and(|status| status.success());
             assert!(well, "{} did not end in order: {status:?} after {:?}", replica.name(), began.elapsed());
-            assert!(began.elapsed() < Duration::from_secs(15), "{} ended slowly: {:?}", replica.name(), began.elapsed());
+            assert!(
+                began.elapsed() < Duration::from_secs(15),
+                "{} ended slowly: {:?}",
+                replica.name(),
+                began.elapsed()
+            );
         }
         self.pool.close().await;
         self.nats.stop().await;

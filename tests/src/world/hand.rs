@@ -137,7 +137,13 @@ impl HandAgent {
     }
 
     /// A request with this client, at the path of that node.
-    pub fn request_with(&self, http: &reqwest::Client, node: Uuid, method: Method, path: &str) -> reqwest::RequestBuilder {
+    pub fn request_with(
+        &self,
+        http: &reqwest::Client,
+        node: Uuid,
+        method: Method,
+        path: &str,
+    ) -> reqwest::RequestBuilder {
         http.request(method, format!("{}/internal/v1/nodes/{node}/{path}", self.bundle.api_url))
     }
 
@@ -300,7 +306,13 @@ pub fn anonymous(bundle: &BootstrapBundle) -> reqwest::Client {
     client(tls().with_root_certificates(roots(bundle)).with_no_client_auth(), false)
 }
 
-fn with_certificate(bundle: &BootstrapBundle, certificate: &str, chain: &str, key: &str, pooled: bool) -> reqwest::Client {
+fn with_certificate(
+    bundle: &BootstrapBundle,
+    certificate: &str,
+    chain: &str,
+    key: &str,
+    pooled: bool,
+) -> reqwest::Client {
     let pem = format!("{certificate}\n{chain}");
     let chain = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<Vec<_>, _>>().unwrap();
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();

@@ -96,10 +96,8 @@ impl Plan {
             Nats::start(&nats_folder, &authority, users.collect()),
             IdentityProvider::start(),
         )?;
-        let pool = sqlx::postgres::PgPoolOptions::new()
-            .max_connections(8)
-            .connect(postgres.url().expose_secret())
-            .await?;
+        let pool =
+            sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
         set_policies(&pool, &self.policies).await?;
 
@@ -196,10 +194,10 @@ fn program(folder: &Path, name: &str) -> anyhow::Result<PathBuf> {
 }
 
 fn passwords(postgres: &Postgres, nats: &Nats, members: &[String]) -> Vec<(String, String)> {
-    let urls = std::iter::once(("the database's password".to_owned(), postgres.url())).chain(
-        members.iter().filter_map(|name| Some((format!("the NATS password of {name}"), nats.url(name)?))),
-    );
-    let password_in = |url: &str| url.split_once("://")?.1.split_once('@')?.0.split_once(':').map(|(_, it)| it.to_owned());
+    let urls = std::iter::once(("the database's password".to_owned(), postgres.url()))
+        .chain(members.iter().filter_map(|name| Some((format!("the NATS password of {name}"), nats.url(name)?))));
+    let password_in =
+        |url: &str| url.split_once("://")?.1.split_once('@')?.0.split_once(':').map(|(_, it)| it.to_owned());
     urls.filter_map(|(what, url)| Some((what, password_in(url.expose_secret())?))).collect()
 }
 

@@ -24,7 +24,8 @@ pub struct Step {
 impl World {
     /// The history of one entity, in order.
     pub async fn history_of(&self, entity: Uuid) -> Vec<Step> {
-        let statement = "SELECT kind, entity, command, from_state, to_state FROM history WHERE entity = $1 ORDER BY version";
+        let statement =
+            "SELECT kind, entity, command, from_state, to_state FROM history WHERE entity = $1 ORDER BY version";
         let rows = sqlx::query(statement).bind(entity).fetch_all(&self.pool).await.expect("the history can be read");
         rows.iter()
             .map(|row| Step {
@@ -47,12 +48,18 @@ impl World {
     /// How many commits of this kind and command there are.
     pub async fn steps_so_far(&self, kind: &str, command: &str) -> i64 {
         let statement = "SELECT count(*) FROM history WHERE kind = $1 AND command = $2";
-        sqlx::query_scalar(statement).bind(kind).bind(command).fetch_one(&self.pool).await.expect("the history can be counted")
+        sqlx::query_scalar(statement)
+            .bind(kind)
+            .bind(command)
+            .fetch_one(&self.pool)
+            .await
+            .expect("the history can be counted")
     }
 
     /// The audit rows about an entity: who, what, metadata, correlation id.
     pub async fn audit_of(&self, target: Uuid) -> Vec<(String, String, Value, String)> {
-        let statement = "SELECT actor, action, metadata, correlation_id FROM audit WHERE target_id = $1 ORDER BY at, seq";
+        let statement =
+            "SELECT actor, action, metadata, correlation_id FROM audit WHERE target_id = $1 ORDER BY at, seq";
         let rows = sqlx::query(statement).bind(target).fetch_all(&self.pool).await.expect("the audit log can be read");
         rows.iter().map(|row| (row.get(0), row.get(1), row.get(2), row.get(3))).collect()
     }
@@ -62,7 +69,12 @@ impl World {
         assert!(domain::policy::Key::parse(key).is_some(), "there is no policy key {key}");
         let statement = "INSERT INTO policy_value (key, scope_kind, effective_at, value, reason, written_by) \
                          VALUES ($1, 'global', now(), $2, 'a test', 'test')";
-        sqlx::query(statement).bind(key).bind(value.into()).execute(&self.pool).await.expect("a policy value is written");
+        sqlx::query(statement)
+            .bind(key)
+            .bind(value.into())
+            .execute(&self.pool)
+            .await
+            .expect("a policy value is written");
         tokio::time::sleep(Duration::from_millis(1500)).await;
     }
 
@@ -73,7 +85,8 @@ impl World {
              $$ BEGIN PERFORM pg_sleep({}); RETURN NULL; END $$",
             pause.as_secs_f64()
         );
-        let trigger = "CREATE OR REPLACE TRIGGER slow BEFORE INSERT ON history FOR EACH STATEMENT EXECUTE FUNCTION slow()";
+        let trigger =
+            "CREATE OR REPLACE TRIGGER slow BEFORE INSERT ON history FOR EACH STATEMENT EXECUTE FUNCTION slow()";
         for statement in [function.as_str(), trigger] {
             sqlx::raw_sql(sqlx::AssertSqlSafe(statement)).execute(&self.pool).await.expect("a trigger can be made");
         }
@@ -81,7 +94,8 @@ impl World {
 
     /// Rows of the outbox: subject and age in seconds.
     pub async fn outbox(&self) -> Vec<(String, f64)> {
-        let statement = "SELECT subject, extract(epoch FROM now() - written_at)::float8 FROM outbox ORDER BY written_at";
+        let statement =
+            "SELECT subject, extract(epoch FROM now() - written_at)::float8 FROM outbox ORDER BY written_at";
         let rows = sqlx::query(statement).fetch_all(&self.pool).await.expect("the outbox can be read");
         rows.iter().map(|row| (row.get(0), row.get(1))).collect()
     }
@@ -120,7 +134,10 @@ impl World {
                 allocations.insert(AllocationId(id), allocation);
             }
         }
-        assert!(invariant::i2_a_gpu_has_one_tenant(&nodes, &allocations), "a GPU is held twice: {nodes:#?} {allocations:#?}");
+        assert!(
+            invariant::i2_a_gpu_has_one_tenant(&nodes, &allocations),
+            "a GPU is held twice: {nodes:#?} {allocations:#?}"
+        );
     }
 
     /// A client of the bus that may see everything.

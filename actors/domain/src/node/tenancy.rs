@@ -280,7 +280,8 @@ impl Node {
                 if let Some(next) = &mut step.next {
                     next.fenced_by.insert(allocation_id);
                 }
-                step
+                // A wait that is parked is told.
+                step.effect(Effect::WakeNode(self.id))
             }
             None => Step::stay(Reply::Done),
         }

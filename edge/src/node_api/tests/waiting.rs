@@ -173,6 +173,5 @@ fn a_wait_costs_a_few_kilobytes() {
         size_of::<F>()
     }
     let size = size_of_answer(wait::wait);
-    println!("{size} bytes");
     assert!(size < 6 * 1024, "{size} bytes");
 }

@@ -1,0 +1,279 @@
+//! What a user or administrator is told when a command was not carried out: one table per machine, every rejection spelled out.
+
+use actors::AskError;
+use domain::{allocation, node, sku, tenant};
+
+use crate::error::{ApiError, Code};
+use crate::runtime::RuntimeError;
+
+/// The constraint that keeps names unique within a kind.
+const UNIQUE_NAME: &str = "entity_unique_name";
+
+/// A machine's no, as an answer that says what to do next.
+pub trait Explain {
+    fn explain(self) -> ApiError;
+}
+
+/// The answer where a machine gave no reply.
+pub fn not_answered<J: Explain>(error: AskError<J>) -> ApiError {
+    match error {
+        AskError::Rejected(rejection) => rejection.explain(),
+        AskError::Denied => ApiError::forbidden("Your role does not allow this; ask an administrator."),
+        AskError::InProgress => ApiError::new(
+            Code::IdempotencyInProgress,
+            "The first request with this Idempotency-Key is still running; ask again in a moment.",
+        ),
+        AskError::Reused => ApiError::new(
+            Code::IdempotencyKeyReused,
+            "This Idempotency-Key belongs to another request; use a new key for a new request.",
+        )
+        .detail("field", "Idempotency-Key"),
+        AskError::AlreadyDone => {
+            conflict("This was carried out before, and its answer was not kept; look at the resource.")
+        }
+        AskError::Taken { constraint } if constraint == UNIQUE_NAME => {
+            conflict("There is one of this name already; choose another name.").detail("field", "name")
+        }
+        AskError::Taken { constraint } => ApiError::internal(format!("the database refused: {constraint}")),
+        AskError::Overloaded => ApiError::overloaded(),
+        AskError::Broken { reason } => ApiError::internal(format!("the machine failed: {reason}")),
+        error @ (AskError::Parked { .. }
+        | AskError::Unavailable { .. }
+        | AskError::Unknown { .. }
+        | AskError::NotOwner) => ApiError::unavailable(error.without_rejection()),
+    }
+}
+
+/// A name for the cause that does not depend on the machine.
+trait WithoutRejection {
+    fn without_rejection(self) -> String;
+}
+
+impl<J> WithoutRejection for AskError<J> {
+    fn without_rejection(self) -> String {
+        match self {
+            Self::Parked { reason } => format!("parked: {reason}"),
+            Self::Unavailable { reason } => format!("unavailable: {reason}"),
+            Self::Unknown { reason } => format!("the outcome is unknown: {reason}"),
+            Self::NotOwner => "nobody owns the shard".to_owned(),
+            Self::Rejected(_)
+            | Self::Denied
+            | Self::InProgress
+            | Self::AlreadyDone
+            | Self::Reused
+            | Self::Taken { .. }
+            | Self::Overloaded
+            | Self::Broken { .. } => "not carried out".to_owned(),
+        }
+    }
+}
+
+fn conflict(message: impl Into<std::borrow::Cow<'static, str>>) -> ApiError {
+    ApiError::new(Code::StateConflict, message)
+}
+
+fn invalid(message: String, field: &str) -> ApiError {
+    ApiError::invalid_request(message).detail("field", field)
+}
+
+/// What a machine does not say to people.
+fn unexpected(rejection: &impl std::error::Error) -> ApiError {
+    ApiError::internal(format!("the machine refused a person with: {rejection}"))
+}
+
+impl Explain for node::Rejection {
+    fn explain(self) -> ApiError {
+        use node::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("node"),
+            R::Exists => conflict("The node exists already."),
+            R::WrongState { state, command } => {
+                let what = command.replace('_', " ");
+                ApiError::invalid_request(format!("A node that is {state} cannot {what}; {}", node_way(&command)))
+                    .detail("state", state)
+            }
+            R::InUse { allocation_id } => ApiError::new(
+                Code::NodeInUse,
+                format!("Allocation {allocation_id} is on the node; release it first, or retire with \"drain\": true."),
+            )
+            .detail("allocation_id", allocation_id.to_string()),
+            R::GpusDiffer { given, promised } => invalid(
+                format!("`gpus_total` is {given}, but a node of this SKU has {promised} GPUs; correct it or choose another SKU."),
+                "gpus_total",
+            ),
+            R::RegionNotAllowed { region_code } => invalid(
+                format!("The SKU is not offered in region {region_code}; add the region to the SKU or choose another."),
+                "region_code",
+            ),
+            R::VersionDiffers => conflict("The node has changed since the version in If-Match; read it again and repeat your change on it.")
+                .detail("field", "If-Match"),
+            R::NotInOrder { why } => {
+                conflict(format!("The node is not in order: {}. Repair it, wait for its next heartbeat and ask again.", why.trim_end_matches('.')))
+            }
+            rejection @ (R::TokenRefused { .. }
+            | R::CertificateUnknown
+            | R::CertificateExpired
+            | R::Removed
+            | R::Fenced { .. }
+            | R::ForeignNode { .. }
+            | R::TaskUnknown
+            | R::StaleAttempt { .. }
+            | R::NotSchedulable { .. }
+            | R::NotEnoughGpus { .. }) => unexpected(&rejection),
+        }
+    }
+}
+
+/// What has to be done first.
+fn node_way(command: &str) -> &'static str {
+    match command {
+        "remove" => "retire it first.",
+        "retire" => "only a node that was active can be retired; one that never was can be removed.",
+        "reactivate" => "only a retired node can be reactivated.",
+        "release_quarantine" => "only a quarantined node can be released from quarantine.",
+        "issue_token" => "a first enrollment is for nodes that have not been active; register the machine as a new node.",
+        _ => "it is gone; register the machine as a new node.",
+    }
+}
+
+impl Explain for allocation::Rejection {
+    fn explain(self) -> ApiError {
+        use allocation::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("allocation"),
+            R::Exists => conflict("The allocation exists already."),
+            R::WrongState { state, command } => {
+                let what = command.replace('_', " ");
+                conflict(format!("An allocation that is {state} cannot {what}; this is a way out of release_failed alone."))
+                    .detail("state", state)
+            }
+            R::GpuCount { max } => invalid(format!("`gpu_count` must be a whole number from 1 to {max}."), "gpu_count"),
+            R::QueueSeconds { max } => {
+                invalid(format!("`queue_seconds` must be a whole number from 0 to {max}."), "queue_seconds")
+            }
+        }
+    }
+}
+
+impl Explain for sku::Rejection {
+    fn explain(self) -> ApiError {
+        use sku::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("SKU"),
+            R::Exists => conflict("The SKU exists already."),
+            R::WrongStatus { status, command } => {
+                conflict(format!("A SKU that is {status} cannot {command}; it was never active.")).detail("status", status)
+            }
+        }
+    }
+}
+
+impl Explain for tenant::Rejection {
+    fn explain(self) -> ApiError {
+        use tenant::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("SSH key"),
+            R::KeyExists { existing } => {
+                conflict(format!("You have registered this key already, as {existing}; use that one."))
+                    .detail("ssh_key_id", existing.to_string())
+            }
+            R::TooManyKeys => {
+                conflict(format!("You have {} keys, which is the most; delete one first.", tenant::MAX_KEYS))
+            }
+            rejection @ R::OverQuota { .. } => unexpected(&rejection),
+        }
+    }
+}
+
+impl From<persistence::StoreError> for ApiError {
+    fn from(error: persistence::StoreError) -> Self {
+        if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
+    }
+}
+
+impl From<RuntimeError> for ApiError {
+    fn from(error: RuntimeError) -> Self {
+        Self::unavailable(error)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use domain::{AllocationId, SshKeyId};
+    use std::fmt::Write as _;
+    use uuid::Uuid;
+
+    fn row(table: &mut String, name: &str, error: &ApiError) {
+        writeln!(table, "{name}: {} {} {}", error.code().status().as_u16(), error.code(), error.message()).unwrap();
+    }
+
+    #[test]
+    fn every_refusal_of_a_machine_says_what_to_do_next() {
+        let id = Uuid::from_u128(7);
+        let text = || "why".to_owned();
+        let mut table = String::new();
+        let wrong = |state: &str, command: &str| node::Rejection::WrongState { state: state.into(), command: command.into() };
+        for rejection in [
+            node::Rejection::NotFound,
+            node::Rejection::Exists,
+            wrong("active", "remove"),
+            wrong("registered", "retire"),
+            wrong("active", "reactivate"),
+            wrong("active", "release_quarantine"),
+            wrong("active", "issue_token"),
+            wrong("removed", "quarantine"),
+            wrong("removed", "revise"),
+            node::Rejection::InUse { allocation_id: AllocationId(id) },
+            node::Rejection::GpusDiffer { given: 3, promised: 4 },
+            node::Rejection::RegionNotAllowed { region_code: text() },
+            node::Rejection::VersionDiffers,
+            node::Rejection::NotInOrder { why: "The agent reports critical health.".into() },
+            node::Rejection::CertificateUnknown,
+        ] {
+            row(&mut table, "node", &rejection.explain());
+        }
+        for rejection in [
+            allocation::Rejection::NotFound,
+            allocation::Rejection::Exists,
+            allocation::Rejection::WrongState { state: "active".into(), command: "force_release".into() },
+            allocation::Rejection::GpuCount { max: 64 },
+            allocation::Rejection::QueueSeconds { max: 60 },
+        ] {
+            row(&mut table, "allocation", &rejection.explain());
+        }
+        for rejection in [
+            sku::Rejection::NotFound,
+            sku::Rejection::Exists,
+            sku::Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
+        ] {
+            row(&mut table, "sku", &rejection.explain());
+        }
+        for rejection in [
+            tenant::Rejection::NotFound,
+            tenant::Rejection::KeyExists { existing: SshKeyId(id) },
+            tenant::Rejection::TooManyKeys,
+            tenant::Rejection::OverQuota { limit: 1 },
+        ] {
+            row(&mut table, "ssh key", &rejection.explain());
+        }
+        for error in [
+            AskError::Denied,
+            AskError::InProgress,
+            AskError::AlreadyDone,
+            AskError::Reused,
+            AskError::Taken { constraint: UNIQUE_NAME.into() },
+            AskError::Taken { constraint: "another".into() },
+            AskError::Overloaded,
+            AskError::Parked { reason: text() },
+            AskError::Unavailable { reason: text() },
+            AskError::Unknown { reason: text() },
+            AskError::Broken { reason: text() },
+            AskError::NotOwner,
+        ] {
+            row(&mut table, "asking", &not_answered::<sku::Rejection>(error));
+        }
+        insta::assert_snapshot!(table);
+    }
+}

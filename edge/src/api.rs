@@ -1,0 +1,106 @@
+//! The public API: one page of routes, one file per noun (decisions 4, 5 and 7).
+
+mod allocation;
+mod asking;
+mod document;
+mod field;
+mod health;
+mod node;
+mod routing;
+mod runtime;
+mod sku;
+mod ssh_key;
+mod stored;
+#[cfg(test)]
+mod tests;
+
+use crate::correlation::Service;
+use crate::error::Code;
+use crate::limits::{Concurrency, RequestTimeout, finished};
+use crate::services::Services;
+use axum::{Extension, Router};
+use routing::{Routes, Row, Verb, Who};
+use std::time::Duration;
+use utoipa::openapi::OpenApi;
+use utoipa_axum::routes;
+
+/// How long a request may take to its answer's head: a command and the saga's first answer to it, and some reading.
+const REQUEST_WITHIN: Duration = Duration::from_secs(20);
+/// How many requests are served at once.
+const AT_ONCE: usize = 1024;
+
+/// The public API, ready to be served.
+pub fn router(services: Services) -> Router {
+    let (router, api) = routes();
+    let router = router
+        .layer(Extension(document::Document::of(&api)))
+        .layer(Extension(allocation::Streams::default()))
+        .with_state(services);
+    finished(router, Service { name: "api", tells_route: false })
+}
+
+/// A row: who, what, where => the handler, and what it may refuse beside what every route of its form may.
+macro_rules! page {
+    ($($who:ident $verb:ident $path:literal => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+        Routes::new()$(.row(
+            &Row {
+                who: Who::$who,
+                verb: Verb::$verb,
+                path: $path,
+                operation_id: concat!(stringify!($noun), "_", stringify!($handler)),
+                tag: stringify!($noun),
+                refuses: &[$(Code::$refuses),*],
+            },
+            routes!($noun::$handler),
+        ))+
+    };
+}
+
+#[rustfmt::skip]
+fn routes() -> (Router<Services>, OpenApi) {
+    page! {
+        Anyone Get      "/api/v1/healthz"                                  => health::healthz;
+        Anyone Get      "/api/v1/readyz"                                   => health::readyz;
+        Anyone Get      "/metrics"                                         => health::metrics;
+        Anyone Get      "/api/v1/openapi.json"                             => document::openapi;
+
+        User   Get      "/api/v1/skus"                                     => sku::offered;
+        Admin  Get      "/api/v1/admin/skus"                               => sku::list;
+        Admin  PostOnce "/api/v1/admin/skus"                               => sku::create, StateConflict;
+        Admin  Get      "/api/v1/admin/skus/{id}"                          => sku::get, NotFound;
+        Admin  Patch    "/api/v1/admin/skus/{id}"                          => sku::revise, NotFound;
+        Admin  PostOnce "/api/v1/admin/skus/{id}/activate"                 => sku::activate, NotFound;
+        Admin  PostOnce "/api/v1/admin/skus/{id}/deactivate"               => sku::deactivate, NotFound, StateConflict;
+
+        Admin  Get      "/api/v1/admin/nodes"                              => node::list;
+        Admin  PostOnce "/api/v1/admin/nodes"                              => node::create, ProbeTargetDenied;
+        Admin  Get      "/api/v1/admin/nodes/{id}"                         => node::get, NotFound;
+        Admin  Patch    "/api/v1/admin/nodes/{id}"                         => node::revise, NotFound, StateConflict, ProbeTargetDenied;
+        Admin  Post     "/api/v1/admin/nodes/{id}/enrollment-token"        => node::issue_token, NotFound;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/retire"                  => node::retire, NotFound, NodeInUse;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/reactivate"              => node::reactivate, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/remove"                  => node::remove, NotFound;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/quarantine"              => node::quarantine, NotFound;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
+        Admin  Get      "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
+
+        User   Get      "/api/v1/allocations"                              => allocation::list;
+        User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientCapacity, ConcurrencyLimitExceeded;
+        User   Get      "/api/v1/allocations/{id}"                         => allocation::get, NotFound;
+        User   Get      "/api/v1/allocations/{id}/events"                  => allocation::events, NotFound;
+        User   PostOnce "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
+        Admin  PostOnce "/api/v1/admin/allocations/{id}/retry-release"     => allocation::retry_release, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/allocations/{id}/force-release"     => allocation::force_release, NotFound, StateConflict;
+
+        User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
+        User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
+        User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
+        User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+
+        Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
+        Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;
+        Admin  Get      "/api/v1/admin/runtime/entities/{kind}/{id}"       => runtime::entity, NotFound;
+        Admin  Post     "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
+    }
+    .finish(RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE))
+}

@@ -1,0 +1,217 @@
+//! From a request to a machine: who asks, under which correlation, until when, and what makes it repeatable.
+
+use actors::place::id_created_by;
+use actors::{Answered, AskError, Asked};
+use axum::extract::{FromRequestParts, MatchedPath};
+use axum::http::{Method, request};
+use chrono::{DateTime, TimeDelta, Utc};
+use domain::authz::{self, Role, authorize};
+use domain::machine::Command as _;
+use domain::policy::Scopes;
+use domain::{CommandId, Machine, Principal};
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::answer::{Explain, not_answered};
+use crate::auth::{ADMIN, Caller};
+use crate::correlation::Scope;
+use crate::error::ApiError;
+use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
+use crate::services::Services;
+
+/// How long a machine may take to answer.
+const ASK_WITHIN: TimeDelta = TimeDelta::seconds(8);
+/// How far back the transition that a repeated command made is looked for.
+const LOOK_BACK: u32 = 1000;
+
+/// A request by somebody with the role `user` or `admin`.
+pub(crate) struct ByUser(pub(crate) Asking);
+
+/// A request by an administrator.
+pub(crate) struct ByAdmin(pub(crate) Asking);
+
+/// Everything about a request but its command.
+pub(crate) struct Asking {
+    pub(crate) caller: authz::Caller,
+    pub(crate) token_expires_at: DateTime<Utc>,
+    services: Services,
+    scope: Scope,
+    line: RequestLine,
+    key: Option<IdempotencyKey>,
+    /// The command's id where the client gave it none.
+    fallback: CommandId,
+    urgent: bool,
+}
+
+impl FromRequestParts<Services> for ByUser {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        let caller = Caller::from_request_parts(parts, services).await?;
+        let asking = Asking::of(caller, parts, services).await?;
+        if asking.caller.roles.is_empty() {
+            return Err(ApiError::forbidden(
+                "Your account has neither the role `user` nor `admin`; ask an administrator for one.",
+            ));
+        }
+        Ok(Self(asking))
+    }
+}
+
+impl FromRequestParts<Services> for ByAdmin {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        let crate::auth::Admin(caller) = crate::auth::Admin::from_request_parts(parts, services).await?;
+        Asking::of(caller, parts, services).await.map(Self)
+    }
+}
+
+/// The caller as the machines know callers: of the roles in the token, those that mean something here.
+fn known(caller: Caller) -> authz::Caller {
+    let role = |name: &String| match name.as_str() {
+        ADMIN => Some(Role::Admin),
+        "user" => Some(Role::User),
+        _ => None,
+    };
+    authz::Caller {
+        roles: caller.roles.iter().filter_map(role).collect(),
+        user_id: caller.user_id,
+        org_id: caller.org_id,
+        project_id: caller.project_id,
+        plan: caller.plan,
+    }
+}
+
+impl Asking {
+    async fn of(caller: Caller, parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        let route = parts.extensions.get::<MatchedPath>().map(|path| path.as_str().to_owned());
+        let line = RequestLine {
+            method: parts.method.clone(),
+            route: route.ok_or_else(|| ApiError::internal("a handler runs outside of its route"))?,
+            path: parts.uri.path().to_owned(),
+        };
+        Ok(Self {
+            token_expires_at: caller.token_expires_at,
+            key: if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None },
+            caller: known(caller),
+            services: services.clone(),
+            scope: Scope::from_request_parts(parts, services).await?,
+            line,
+            fallback: CommandId(Uuid::new_v4()),
+            urgent: false,
+        })
+    }
+
+    /// Let in where others are turned away: releases and what operators do.
+    pub(crate) fn urgently(mut self) -> Self {
+        self.urgent = true;
+        self
+    }
+
+    /// Refuses a request without a key.
+    pub(crate) fn require_key(&self) -> Result<(), ApiError> {
+        self.key.as_ref().map(|_| ()).ok_or_else(IdempotencyKey::required)
+    }
+
+    pub(crate) fn principal(&self) -> Principal {
+        Principal::Caller(self.caller.clone())
+    }
+
+    pub(crate) fn is_admin(&self) -> bool {
+        self.caller.roles.contains(&Role::Admin)
+    }
+
+    pub(crate) fn scopes(&self) -> Scopes {
+        Scopes::from(&self.caller)
+    }
+
+    fn command_id(&self) -> CommandId {
+        self.key.as_ref().map_or(self.fallback, |key| self.line.command_id(&self.principal(), key))
+    }
+
+    /// The id of what this request creates. A repetition makes another one in the same shard, where it meets the first.
+    pub(crate) fn id_of_new(&self) -> Uuid {
+        id_created_by(self.command_id(), self.services.world.now())
+    }
+
+    /// Asks `command` of an entity, once however often the request comes. `body` is what the request said.
+    pub(crate) async fn ask<M: Machine>(
+        &self,
+        id: Uuid,
+        command: M::Command,
+        body: &impl Serialize,
+    ) -> Result<Answered<M::Reply>, ApiError>
+    where
+        M::Rejection: Explain,
+    {
+        self.try_ask::<M>(id, command, body).await?.map_err(not_answered)
+    }
+
+    /// As [`Asking::ask`], for those who answer a refusal in their own words.
+    pub(crate) async fn try_ask<M: Machine>(
+        &self,
+        id: Uuid,
+        command: M::Command,
+        body: &impl Serialize,
+    ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
+        let by = self.principal();
+        let key = self.key.as_ref().map(|key| self.line.command(&by, key, body)).transpose()?;
+        self.send::<M>(id, command, |asked| match key {
+            Some(key) => asked.once(key),
+            None => asked,
+        })
+        .await
+    }
+
+    /// Asks a command whose answer is a secret: nothing of it is kept, so a repetition is a new command.
+    pub(crate) async fn ask_unstored<M: Machine>(
+        &self,
+        id: Uuid,
+        command: M::Command,
+    ) -> Result<Answered<M::Reply>, ApiError>
+    where
+        M::Rejection: Explain,
+    {
+        self.send::<M>(id, command, |asked| asked).await?.map_err(not_answered)
+    }
+
+    async fn send<M: Machine>(
+        &self,
+        id: Uuid,
+        command: M::Command,
+        once: impl FnOnce(Asked) -> Asked,
+    ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
+        self.scope.record_resource(format_args!("{}/{id}", M::KIND));
+        let permit = authorize(&self.principal(), command.action())
+            .map_err(|denied| ApiError::forbidden("Your role does not allow this; ask an administrator.").because(denied))?;
+        let deadline = self.services.world.now() + ASK_WITHIN;
+        let traceparent = self.scope.trace.as_ref().map(crate::correlation::Trace::traceparent);
+        let asked = once(Asked::new(&permit, self.scope.correlation_id.as_str(), deadline).traced(traceparent));
+        let asked = if self.urgent { asked.urgently() } else { asked };
+        Ok(self.services.directory.ask::<M>(&permit, id, command, asked).await)
+    }
+
+    /// The version that the command led to and when: for a repeated command those of its first time.
+    pub(crate) async fn led_to<R>(&self, id: Uuid, answered: &Answered<R>) -> Result<(i64, DateTime<Utc>), ApiError> {
+        let reads = &self.services.reads;
+        let found = if answered.replayed {
+            let id_of_command = self.command_id();
+            let rows = reads.history(id, None, LOOK_BACK).await?.items;
+            rows.into_iter().find(|row| row.command_id == Some(id_of_command))
+        } else {
+            reads.history(id, Some(answered.version.saturating_add(1)), 1).await?.items.pop()
+        };
+        Ok(found.map_or_else(|| (answered.version, self.services.world.now()), |row| (row.version, row.at)))
+    }
+
+    /// The version alone, which a first answer knows without reading.
+    pub(crate) async fn version_of<R>(&self, id: Uuid, answered: &Answered<R>) -> Result<i64, ApiError> {
+        if answered.replayed { Ok(self.led_to(id, answered).await?.0) } else { Ok(answered.version) }
+    }
+}
+
+/// The header of a repeated answer.
+pub(crate) const fn replayed<R>(answered: &Answered<R>) -> Replayed {
+    Replayed(answered.replayed)
+}

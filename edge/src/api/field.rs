@@ -1,0 +1,274 @@
+//! The fields of requests: parsed once into a type that carries its bounds, in the check and in the API's description alike.
+
+use serde::de::{Error, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::fmt;
+use std::ops::Deref;
+use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
+
+/// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
+macro_rules! texts {
+    ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:literal, $fits:expr;)+) => {$(
+        $(#[doc = $doc])+
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+        #[serde(transparent)]
+        pub(crate) struct $name(String);
+
+        impl $name {
+            pub(crate) fn into_string(self) -> String {
+                self.0
+            }
+        }
+
+        impl Deref for $name {
+            type Target = str;
+            fn deref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = String::deserialize(deserializer)?;
+                let fits: fn(&str) -> bool = $fits;
+                if (1..=$max).contains(&text.chars().count()) && fits(&text) {
+                    Ok(Self(text))
+                } else {
+                    Err(D::Error::custom(concat!("expected ", $expected, ", 1 to ", $max, " characters")))
+                }
+            }
+        }
+
+        impl PartialSchema for $name {
+            fn schema() -> RefOr<Schema> {
+                ObjectBuilder::new()
+                    .schema_type(SchemaType::new(Type::String))
+                    .description(Some(concat!($($doc),+).trim()))
+                    .min_length(Some(1))
+                    .max_length(Some($max))
+                    .pattern(Some($pattern))
+                    .into()
+            }
+        }
+
+        impl ToSchema for $name {}
+    )+};
+}
+
+/// Whole numbers between two others.
+macro_rules! numbers {
+    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal;)+) => {$(
+        $(#[doc = $doc])+
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+        #[serde(transparent)]
+        pub(crate) struct $name(pub(crate) $type);
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                const EXPECTED: &str = concat!("a whole number from ", $min, " to ", $max);
+                let number = deserializer.deserialize_i64(Whole { expected: EXPECTED, min: $min, max: $max })?;
+                <$type>::try_from(number).map(Self).map_err(|_| D::Error::custom(EXPECTED))
+            }
+        }
+
+        impl PartialSchema for $name {
+            fn schema() -> RefOr<Schema> {
+                ObjectBuilder::new()
+                    .schema_type(SchemaType::new(Type::Integer))
+                    .description(Some(concat!($($doc),+).trim()))
+                    .minimum(Some($min as i64))
+                    .maximum(Some($max as i64))
+                    .into()
+            }
+        }
+
+        impl ToSchema for $name {}
+    )+};
+}
+
+struct Whole {
+    expected: &'static str,
+    min: i64,
+    max: i64,
+}
+
+impl Visitor<'_> for Whole {
+    type Value = i64;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.expected)
+    }
+
+    fn visit_i64<E: Error>(self, number: i64) -> Result<i64, E> {
+        if (self.min..=self.max).contains(&number) {
+            Ok(number)
+        } else {
+            Err(E::invalid_value(serde::de::Unexpected::Signed(number), &self))
+        }
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<i64, E> {
+        let signed = i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
+        self.visit_i64(signed)
+    }
+}
+
+fn without_control(text: &str) -> bool {
+    !text.chars().any(char::is_control)
+}
+
+fn is_code(text: &str) -> bool {
+    text.starts_with(|first: char| first.is_ascii_alphanumeric())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
+}
+
+texts! {
+    /// Why it is done; kept in the audit log.
+    Reason: 500, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// What people call it.
+    Label: 100, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// A text that somebody reads as a whole.
+    Statement: 4000, "text without control characters other than line ends",
+        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n');
+    /// The name of a SKU, unique in the catalog.
+    SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
+        r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();
+    /// A SKU's name or id.
+    SkuRef: 64, "a SKU's name or id", r"^[A-Za-z0-9][A-Za-z0-9._-]*$", is_code;
+    /// A region's code.
+    RegionCode: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit",
+        r"^[A-Za-z0-9][A-Za-z0-9._-]*$", is_code;
+    /// A DNS name or an IP address in its usual form.
+    HostName: 253, "a DNS name or an IP address", r"^[A-Za-z0-9.:\[\]-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".:[]-".contains(&byte));
+    /// A user name on the machine.
+    LoginName: 32, "a user name of letters, digits, dots, dashes and underscores, beginning with a letter or underscore",
+        r"^[A-Za-z_][A-Za-z0-9._-]*$",
+        |text| text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// One public key in OpenSSH's text form, as it stands in a `.pub` file: type, base64, perhaps a comment; no options.
+    PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
+    /// The id of a project, as the access token names it.
+    ProjectId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// An ISO 4217 code.
+    CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
+        |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+numbers! {
+    /// A TCP port.
+    Port: u16, 1 to 65535;
+    /// How many GPUs.
+    GpuCount: u32, 1 to 64;
+    /// Memory, in MiB.
+    MemoryMib: u64, 1 to 1073741824;
+    /// Storage, in GiB.
+    StorageGib: u64, 0 to 1073741824;
+    /// How many cores.
+    CpuCores: u32, 1 to 65536;
+    /// How long an enrollment token holds, in seconds.
+    TokenTtl: u32, 5 to 86400;
+    /// How long to wait for capacity, in seconds; policy `allocation.queue_max_seconds` may allow less.
+    QueueSeconds: u32, 0 to 604800;
+    /// Minor units of the currency (cents) per GPU and hour.
+    PriceMinor: i64, 0 to 10000000;
+}
+
+/// Reads a list of at most `MAX` different items.
+pub(crate) fn set<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de> + Ord,
+{
+    let items = Vec::<T>::deserialize(deserializer)?;
+    if items.len() > MAX {
+        return Err(D::Error::custom(format!("expected at most {MAX} items")));
+    }
+    let different: std::collections::BTreeSet<_> = items.iter().collect();
+    if different.len() != items.len() {
+        return Err(D::Error::custom("expected items that are all different"));
+    }
+    Ok(items)
+}
+
+/// As [`set`], where the list may be left out.
+pub(crate) fn set_or_none<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Option<Vec<T>>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de> + Ord,
+{
+    struct Given<T, const MAX: usize>(Vec<T>);
+    impl<'de, T: Deserialize<'de> + Ord, const MAX: usize> Deserialize<'de> for Given<T, MAX> {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            set::<D, T, MAX>(deserializer).map(Self)
+        }
+    }
+    Ok(Option::<Given<T, MAX>>::deserialize(deserializer)?.map(|given| given.0))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::body::parse_json;
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Request {
+        #[allow(dead_code)]
+        text: Option<Label>,
+        #[allow(dead_code)]
+        name: Option<SkuName>,
+        #[allow(dead_code)]
+        port: Option<Port>,
+        #[serde(default, deserialize_with = "set_or_none::<_, _, 2>")]
+        list: Option<Vec<Label>>,
+    }
+
+    #[test]
+    fn what_is_within_its_bounds_is_read() {
+        let longest = "ü".repeat(100);
+        for body in [
+            r#"{"text":"a b"}"#.to_owned(),
+            format!(r#"{{"text":"{longest}"}}"#),
+            r#"{"port":1}"#.into(),
+            r#"{"port":65535}"#.into(),
+            r#"{"name":"h100x4.b-2"}"#.into(),
+            r#"{"list":null}"#.into(),
+        ] {
+            parse_json::<Request>(body.as_bytes()).unwrap_or_else(|error| panic!("{body}: {error}"));
+        }
+        let request: Request = parse_json(br#"{"list":["b","a"]}"#).unwrap();
+        assert_eq!(request.list.unwrap().iter().map(|label| &**label).collect::<Vec<_>>(), ["b", "a"]);
+    }
+
+    #[test]
+    fn what_is_not_is_refused_by_the_name_of_its_field_without_its_value() {
+        let long = format!(r#"{{"text":"{}"}}"#, "a".repeat(101));
+        let refusals: Vec<String> = [
+            r#"{"text":""}"#,
+            r#"{"text":"a\u0007b"}"#,
+            r#"{"text":7}"#,
+            &long,
+            r#"{"name":"018f4e2a-7c1b-7000-8000-000000000001"}"#,
+            r#"{"name":"-x"}"#,
+            r#"{"port":0}"#,
+            r#"{"port":65536}"#,
+            r#"{"port":-1}"#,
+            r#"{"port":1.5}"#,
+            r#"{"port":"22"}"#,
+            r#"{"port":99999999999999999999999}"#,
+            r#"{"port":1e400}"#,
+            r#"{"list":["a","b","c"]}"#,
+            r#"{"list":["a","a"]}"#,
+            r#"{"list":"a"}"#,
+            r#"{"other":1}"#,
+        ]
+        .into_iter()
+        .map(|body| parse_json::<Request>(body.as_bytes()).unwrap_err().message().to_owned())
+        .collect();
+        insta::assert_snapshot!(refusals.join("\n"));
+    }
+}

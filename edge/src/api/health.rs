@@ -1,0 +1,50 @@
+//! Whether this process lives, whether it can serve, and its figures.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderName, HeaderValue, header};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::error::{ApiError, Code};
+use crate::runtime::Readiness;
+use crate::services::Services;
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Health {
+    /// `ok`: the process answers.
+    status: &'static str,
+    /// The release that answers.
+    version: &'static str,
+}
+
+/// Whether the process lives.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "It lives.", body = Health)))]
+pub(super) async fn healthz() -> Json<Health> {
+    Json(Health { status: "ok", version: env!("CARGO_PKG_VERSION") })
+}
+
+/// Whether the process can serve. While it cannot, the answer is an error with the checks in its details.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "It can serve.", body = Readiness)))]
+pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
+    let readiness = services.runtime.readiness().await;
+    if services.stopping.is_cancelled() {
+        return Err(ApiError::new(Code::ServiceUnavailable, "This process is stopping; ask another."));
+    }
+    if readiness.ready {
+        return Ok(Json(readiness));
+    }
+    let checks = serde_json::to_value(&readiness.checks).map_err(ApiError::internal)?;
+    let failing = readiness.checks.iter().filter(|(_, check)| *check != "ok").map(|(name, check)| format!("{name}: {check}"));
+    let failing = failing.collect::<Vec<_>>().join(", ");
+    Err(ApiError::new(Code::ServiceUnavailable, "This process cannot serve at the moment; details.checks says why.")
+        .detail("checks", checks)
+        .because(failing))
+}
+
+/// Figures of this process in the Prometheus text format.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The figures.", content_type = "text/plain", body = String)))]
+pub(super) async fn metrics(State(services): State<Services>) -> ([(HeaderName, HeaderValue); 1], String) {
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    ([(header::CONTENT_TYPE, kind)], services.runtime.metrics())
+}

@@ -1,0 +1,196 @@
+//! Turns the page of routes into a router and its description: what every route has in common is said once, here.
+
+use axum::Router;
+use utoipa::openapi::header::HeaderBuilder;
+use utoipa::openapi::path::{Operation, Parameter, ParameterBuilder, ParameterIn, PathItem};
+use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::{OpenApi, RefOr, Required, Response};
+use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
+use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
+
+use crate::error::{Code, Envelope, openapi_responses};
+use crate::idempotency;
+use crate::limits::{Concurrency, RequestTimeout, bounded};
+use crate::services::Services;
+
+/// The name of the security scheme in the description.
+const BEARER: &str = "bearer";
+
+/// Who may use a route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Who {
+    /// Without a token.
+    Anyone,
+    /// With the role `user` or `admin`.
+    User,
+    /// With the role `admin`.
+    Admin,
+}
+
+/// What a route does with its method.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verb {
+    Get,
+    Patch,
+    Delete,
+    /// A repetition with the same `Idempotency-Key` gets the first answer.
+    PostOnce,
+    /// Nothing is stored of it: its answer is a secret, or asking twice is asking once.
+    Post,
+}
+
+impl Verb {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Get => "GET",
+            Self::Patch => "PATCH",
+            Self::Delete => "DELETE",
+            Self::PostOnce | Self::Post => "POST",
+        }
+    }
+}
+
+/// One row of the page.
+pub(super) struct Row {
+    pub(super) who: Who,
+    pub(super) verb: Verb,
+    pub(super) path: &'static str,
+    /// Unique, for generated clients.
+    pub(super) operation_id: &'static str,
+    pub(super) tag: &'static str,
+    /// What it may refuse, beside what follows from its form.
+    pub(super) refuses: &'static [Code],
+}
+
+/// The routes so far.
+pub(super) struct Routes {
+    open: Router<Services>,
+    guarded: Router<Services>,
+    api: OpenApi,
+}
+
+impl Routes {
+    pub(super) fn new() -> Self {
+        Self { open: Router::new(), guarded: Router::new(), api: description() }
+    }
+
+    /// Adds a row with its handler, which is described without a path of its own.
+    pub(super) fn row(mut self, row: &Row, (schemas, mut paths, handler): UtoipaMethodRouter<Services>) -> Self {
+        let described = std::mem::take(&mut paths.paths).into_iter().next().map(|(_, item)| item);
+        let mut item = described.unwrap_or_default();
+        let operation = operation_mut(&mut item, row.verb);
+        assert!(operation.is_some(), "{} {}: its handler is for another method", row.verb.name(), row.path);
+        if let Some(operation) = operation {
+            describe(operation, row);
+        }
+        paths.paths.insert(row.path.to_owned(), item);
+        let mut one = OpenApiRouter::new().routes((schemas, paths, handler));
+        self.api.merge(one.to_openapi());
+        let (router, _) = one.split_for_parts();
+        if row.who == Who::Anyone {
+            self.open = self.open.merge(router);
+        } else {
+            self.guarded = self.guarded.merge(router);
+        }
+        self
+    }
+
+    /// The router and its description. Who asks for health is answered however busy the rest is.
+    pub(super) fn finish(self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
+        let open = bounded(self.open, timeout, Concurrency::at_most(256));
+        (open.merge(bounded(self.guarded, timeout, at_most)), self.api)
+    }
+}
+
+fn description() -> OpenApi {
+    #[derive(utoipa::OpenApi)]
+    #[openapi(info(
+        title = "GPU node control plane",
+        description = "Rents GPU nodes. Every refusal is one `Error` with a code from a closed table. Lists are read page by \
+                       page. A POST with an `Idempotency-Key` is carried out once, however often it is sent within a day."
+    ))]
+    struct Description;
+    let mut api = Description::openapi();
+    let components = api.components.get_or_insert_default();
+    components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
+    let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
+    components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
+    api
+}
+
+fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
+    match verb {
+        Verb::Get => item.get.as_mut(),
+        Verb::PostOnce | Verb::Post => item.post.as_mut(),
+        Verb::Patch => item.patch.as_mut(),
+        Verb::Delete => item.delete.as_mut(),
+    }
+}
+
+/// Adds what follows from who may use the route and what it takes.
+fn describe(operation: &mut Operation, row: &Row) {
+    operation.operation_id = Some(row.operation_id.to_owned());
+    operation.tags = Some(vec![row.tag.to_owned()]);
+    let mut codes = row.refuses.to_vec();
+    codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
+    match row.who {
+        Who::Anyone => {}
+        Who::User | Who::Admin => {
+            codes.extend([Code::Unauthenticated, Code::Forbidden]);
+            operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, [])]);
+        }
+    }
+    if operation.request_body.is_some() {
+        codes.extend([Code::InvalidRequest, Code::PayloadTooLarge, Code::UnsupportedMediaType]);
+    }
+    if operation.parameters.as_ref().is_some_and(|parameters| !parameters.is_empty()) {
+        codes.push(Code::InvalidRequest);
+    }
+    match row.verb {
+        Verb::PostOnce => {
+            describe_key(operation, "A value of the caller's own: a repetition with it gets the first answer.");
+            for response in operation.responses.responses.values_mut() {
+                describe_replay(response);
+            }
+            codes.extend([Code::InvalidRequest, Code::IdempotencyInProgress, Code::IdempotencyKeyReused]);
+        }
+        Verb::Post => {
+            describe_key(operation, "Taken and of no effect: the answer of this route is not stored.");
+            codes.push(Code::InvalidRequest);
+        }
+        Verb::Get | Verb::Patch | Verb::Delete => {}
+    }
+    for (status, response) in openapi_responses(&codes).responses {
+        operation.responses.responses.entry(status).or_insert(response);
+    }
+}
+
+fn describe_replay(response: &mut RefOr<Response>) {
+    if let RefOr::T(response) = response {
+        let header = HeaderBuilder::new().description(Some("`true` where this answer was given before."));
+        response.headers.insert("Idempotency-Replayed".to_owned(), RefOr::T(header.build()));
+    }
+}
+
+fn describe_key(operation: &mut Operation, what: &str) {
+    let parameters = operation.parameters.get_or_insert_default();
+    let declared = |parameter: &RefOr<Parameter>| match parameter {
+        RefOr::T(parameter) => parameter.name == "Idempotency-Key",
+        RefOr::Ref(_) => false,
+    };
+    if parameters.iter().any(declared) {
+        return;
+    }
+    let text = ObjectBuilder::new()
+        .schema_type(SchemaType::new(Type::String))
+        .min_length(Some(1))
+        .max_length(Some(idempotency::MAX_LEN));
+    let key = ParameterBuilder::new()
+        .name("Idempotency-Key")
+        .parameter_in(ParameterIn::Header)
+        .required(Required::False)
+        .description(Some(what))
+        .schema(Some(text));
+    parameters.push(RefOr::T(key.build()));
+}

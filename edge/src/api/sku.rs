@@ -1,0 +1,385 @@
+//! The SKU catalog: what kinds of machines there are, where, and at what price (decisions 3, *SKU*).
+
+use actors::Answered;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use chrono::{DateTime, Utc};
+use domain::Kind;
+use domain::money::{InvalidPrice, Price};
+use domain::sku::{Command, Sku, Spec, Status};
+use persistence::read::ListFilter;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+use super::asking::{ByAdmin, ByUser, replayed};
+use super::field::{
+    CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, Reason, RegionCode, SkuName, SkuRef, Statement,
+    StorageGib, set, set_or_none,
+};
+use super::ssh_key::NoFilter;
+use super::stored::{self, Stored, find};
+use crate::body::{self, Path};
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, PageQuery};
+use crate::services::Services;
+
+/// A kind of machine to be put into the catalog, as a draft.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewSku {
+    name: SkuName,
+    gpu: NewGpu,
+    cpu: NewCpu,
+    memory_mib: MemoryMib,
+    storage_gib: StorageGib,
+    interconnect: Option<Label>,
+    /// Where nodes of it may stand.
+    #[serde(deserialize_with = "set::<_, _, 64>")]
+    #[schema(max_items = 64)]
+    allowed_regions: Vec<RegionCode>,
+    price: NewPrice,
+}
+
+/// The GPUs of one machine.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewGpu {
+    vendor: Label,
+    /// As the agent reports it; a node whose GPUs are of another model does not become active.
+    model: Label,
+    /// Of one GPU.
+    memory_mib: MemoryMib,
+    count: GpuCount,
+}
+
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewCpu {
+    model: Label,
+    cores: CpuCores,
+}
+
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewPrice {
+    currency: CurrencyCode,
+    amount_minor_per_gpu_hour: PriceMinor,
+}
+
+/// What changes of a SKU. What is left out stays; give at least one.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SkuChange {
+    /// A new version of the price. Running allocations keep the price that they began with.
+    price: Option<NewPrice>,
+    #[serde(default, deserialize_with = "set_or_none::<_, _, 64>")]
+    #[schema(max_items = 64)]
+    allowed_regions: Option<Vec<RegionCode>>,
+}
+
+/// One person's yes to a SKU's change of status.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SkuDecision {
+    reason: Reason,
+    /// The platform role in which it is given. One administrator's word is enough until platform roles exist.
+    role: Option<ApprovalRole>,
+    /// For the deactivation of a SKU in use: who is affected.
+    impact_review: Option<Statement>,
+    /// For the deactivation of a SKU in use: the way back.
+    rollback_plan: Option<Statement>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ApprovalRole {
+    PlatformOperations,
+    InventoryOwner,
+}
+
+/// Which SKUs.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct SkuFilter {
+    status: Option<SkuStatus>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum SkuStatus {
+    Draft,
+    Active,
+    Deprecated,
+    Inactive,
+}
+
+/// A kind of machine in the catalog.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Sku)]
+pub(super) struct SkuView {
+    id: Uuid,
+    name: String,
+    status: SkuStatus,
+    gpu: GpuView,
+    cpu: CpuView,
+    memory_mib: u64,
+    storage_gib: u64,
+    interconnect: Option<String>,
+    allowed_regions: Vec<String>,
+    /// What a new allocation pays; null only where it has none.
+    price: Option<PriceView>,
+    approvals: Vec<ApprovalView>,
+    created_at: DateTime<Utc>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Gpu)]
+pub(super) struct GpuView {
+    vendor: String,
+    model: String,
+    memory_mib: u64,
+    count: u32,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Cpu)]
+pub(super) struct CpuView {
+    model: String,
+    cores: u32,
+}
+
+/// Money is in minor units of its currency (cents).
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Price)]
+pub(super) struct PriceView {
+    currency: String,
+    amount_minor_per_gpu_hour: i64,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Approval)]
+pub(super) struct ApprovalView {
+    role: String,
+    actor: String,
+    at: DateTime<Utc>,
+}
+
+/// What can be rented: the active SKUs, oldest first.
+#[utoipa::path(get, path = "/", params(PageQuery), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
+pub(super) async fn offered(
+    ByUser(_): ByUser,
+    State(services): State<Services>,
+    listing: Listing<NoFilter>,
+) -> Result<Json<Items<SkuView>>, ApiError> {
+    let page = listing.page("skus", "", Order::OldestFirst)?;
+    let filter = ListFilter { state: Some(Status::Active.name().to_owned()), ..ListFilter::default() };
+    let rows = stored::list::<Sku>(&services, &filter, &page).await?;
+    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+}
+
+/// The whole catalog, oldest first.
+#[utoipa::path(get, path = "/", params(PageQuery, SkuFilter), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
+pub(super) async fn list(
+    ByAdmin(_): ByAdmin,
+    State(services): State<Services>,
+    listing: Listing<SkuFilter>,
+) -> Result<Json<Items<SkuView>>, ApiError> {
+    let page = listing.page("admin/skus", "", Order::OldestFirst)?;
+    let state = listing.filter.status.map(|status| status.name().to_owned());
+    let rows = stored::list::<Sku>(&services, &ListFilter { state, ..ListFilter::default() }, &page).await?;
+    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+}
+
+/// Puts a SKU into the catalog, as a draft. Nodes and allocations may refer to it once it is active.
+#[utoipa::path(post, path = "/", request_body = NewSku, responses((status = 201, description = "The SKU.", body = SkuView)))]
+pub(super) async fn create(
+    ByAdmin(asking): ByAdmin,
+    body::Json(new): body::Json<NewSku>,
+) -> Result<impl IntoResponse, ApiError> {
+    let command = Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)? };
+    let answered = asking.ask::<Sku>(asking.id_of_new(), command, &new).await?;
+    Ok((StatusCode::CREATED, replayed(&answered), Json(view(&answered.reply))))
+}
+
+/// One SKU.
+#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The SKU's id")), responses((status = 200, description = "The SKU.", body = SkuView)))]
+pub(super) async fn get(
+    ByAdmin(_): ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<SkuView>, ApiError> {
+    let stored = find::<Sku>(&services, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
+    Ok(Json(view(&stored.it)))
+}
+
+/// Changes a SKU's price or regions.
+#[utoipa::path(
+    patch,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The SKU's id")),
+    request_body = SkuChange,
+    responses((status = 200, description = "The SKU.", body = SkuView)),
+)]
+pub(super) async fn revise(
+    ByAdmin(asking): ByAdmin,
+    Path(id): Path<Uuid>,
+    body::Json(change): body::Json<SkuChange>,
+) -> Result<Json<SkuView>, ApiError> {
+    if change.price.is_none() && change.allowed_regions.is_none() {
+        return Err(ApiError::invalid_request("Nothing is to be changed; give `price` or `allowed_regions`."));
+    }
+    let regions = change.allowed_regions.as_ref();
+    let command = Command::Revise {
+        price: change.price.as_ref().map(price).transpose()?,
+        allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
+    };
+    Ok(Json(view(&asking.ask::<Sku>(id, command, &change).await?.reply)))
+}
+
+/// Makes a SKU one that nodes and allocations may refer to.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The SKU's id")),
+    request_body = SkuDecision,
+    responses((status = 200, description = "The SKU.", body = SkuView)),
+)]
+pub(super) async fn activate(
+    ByAdmin(asking): ByAdmin,
+    Path(id): Path<Uuid>,
+    body::Json(decision): body::Json<SkuDecision>,
+) -> Result<impl IntoResponse, ApiError> {
+    let command = Command::Activate { reason: decision.reason.to_string() };
+    Ok(decided(&asking.ask::<Sku>(id, command, &decision).await?))
+}
+
+/// Takes a SKU out of the offer. What runs goes on.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The SKU's id")),
+    request_body = SkuDecision,
+    responses((status = 200, description = "The SKU.", body = SkuView)),
+)]
+pub(super) async fn deactivate(
+    ByAdmin(asking): ByAdmin,
+    Path(id): Path<Uuid>,
+    body::Json(decision): body::Json<SkuDecision>,
+) -> Result<impl IntoResponse, ApiError> {
+    let command = Command::Deactivate { reason: decision.reason.to_string() };
+    Ok(decided(&asking.ask::<Sku>(id, command, &decision).await?))
+}
+
+fn decided(answered: &Answered<Box<Sku>>) -> impl IntoResponse + use<> {
+    (replayed(answered), Json(view(&answered.reply)))
+}
+
+/// The SKU that a request refers to by name or id, which must be active.
+pub(super) async fn active(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
+    let row = services.reads.named(Kind::Sku, name_or_id).await?;
+    let sku = row.as_ref().map(Stored::<Sku>::of).transpose()?.map(|stored| stored.it);
+    sku.filter(|sku| sku.status == Status::Active).ok_or_else(|| {
+        ApiError::invalid_request(
+            "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are, and an administrator can activate others.",
+        )
+        .detail("field", "sku")
+    })
+}
+
+/// The id of the SKU that a list's filter refers to, active or not.
+pub(super) async fn referred(services: &Services, name_or_id: &SkuRef) -> Result<Uuid, ApiError> {
+    let row = services.reads.named(Kind::Sku, name_or_id).await?;
+    row.map(|row| row.entity.id).ok_or_else(|| {
+        ApiError::invalid_request("Query parameter `sku` is not the name or id of a SKU.").detail("field", "sku")
+    })
+}
+
+fn spec(new: &NewSku) -> Spec {
+    Spec {
+        name: new.name.to_string(),
+        gpu_vendor: new.gpu.vendor.to_string(),
+        gpu_model: new.gpu.model.to_string(),
+        gpu_memory_mib: new.gpu.memory_mib.0,
+        gpu_count: new.gpu.count.0,
+        cpu_model: new.cpu.model.to_string(),
+        cpu_cores: new.cpu.cores.0,
+        memory_mib: new.memory_mib.0,
+        storage_gib: new.storage_gib.0,
+        interconnect: new.interconnect.as_ref().map(|label| label.to_string()),
+        allowed_regions: new.allowed_regions.iter().map(|region| region.to_string()).collect(),
+    }
+}
+
+fn price(new: &NewPrice) -> Result<Price, ApiError> {
+    Price::new(&new.currency, new.amount_minor_per_gpu_hour.0).map_err(|error| {
+        let field = match error {
+            InvalidPrice::Currency => "price.currency",
+            InvalidPrice::Amount => "price.amount_minor_per_gpu_hour",
+        };
+        ApiError::invalid_request(format!("The price is refused: {error}.")).detail("field", field)
+    })
+}
+
+impl SkuStatus {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Draft => Status::Draft,
+            Self::Active => Status::Active,
+            Self::Deprecated => Status::Deprecated,
+            Self::Inactive => Status::Inactive,
+        }
+        .name()
+    }
+}
+
+impl From<Status> for SkuStatus {
+    fn from(status: Status) -> Self {
+        match status {
+            Status::Draft => Self::Draft,
+            Status::Active => Self::Active,
+            Status::Deprecated => Self::Deprecated,
+            Status::Inactive => Self::Inactive,
+        }
+    }
+}
+
+impl From<&Price> for PriceView {
+    fn from(price: &Price) -> Self {
+        Self {
+            currency: price.currency.as_str().to_owned(),
+            amount_minor_per_gpu_hour: price.amount_minor_per_gpu_hour,
+        }
+    }
+}
+
+fn view(sku: &Sku) -> SkuView {
+    let spec = sku.spec.clone();
+    let approval = |given: &domain::sku::Approval| ApprovalView {
+        role: given.role.clone(),
+        actor: given.actor.clone(),
+        at: given.at,
+    };
+    SkuView {
+        id: sku.id.0,
+        name: spec.name,
+        status: sku.status.into(),
+        gpu: GpuView {
+            vendor: spec.gpu_vendor,
+            model: spec.gpu_model,
+            memory_mib: spec.gpu_memory_mib,
+            count: spec.gpu_count,
+        },
+        cpu: CpuView { model: spec.cpu_model, cores: spec.cpu_cores },
+        memory_mib: spec.memory_mib,
+        storage_gib: spec.storage_gib,
+        interconnect: spec.interconnect,
+        allowed_regions: spec.allowed_regions,
+        price: sku.price().map(PriceView::from),
+        approvals: sku.approvals.iter().map(approval).collect(),
+        created_at: sku.created_at,
+    }
+}

@@ -1,0 +1,157 @@
+//! A user's SSH keys: public keys, fingerprints and what is known of them (specification, *SSH key*).
+
+use actors::place::id_of_name;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use chrono::{DateTime, Utc};
+use domain::tenant::{Command, Reply, SshKey, Tenant};
+use domain::{Kind, SshKeyId};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::asking::{Asking, ByUser, replayed};
+use super::field::{Label, PublicKeyText};
+use super::stored::find;
+use crate::body::{self, Path};
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::services::Services;
+use crate::ssh_public_key::SshPublicKey;
+
+/// A public key to be registered.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewSshKey {
+    name: Label,
+    public_key: PublicKeyText,
+}
+
+/// A registered public key. No private key is ever made or kept.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = SshKey)]
+pub(super) struct SshKeyView {
+    id: Uuid,
+    owner_user_id: String,
+    /// Null: the key is the user's own, not one allocation's.
+    allocation_id: Option<Uuid>,
+    name: String,
+    /// As `ssh-ed25519`.
+    key_type: String,
+    /// Type and base64, without comment.
+    public_key: String,
+    /// OpenSSH's `SHA256:` form.
+    fingerprint: String,
+    /// Opens allocations for which no key is named.
+    is_default: bool,
+    created_by: String,
+    created_at: DateTime<Utc>,
+    /// Null: a key that is deleted is gone.
+    revoked_at: Option<DateTime<Utc>>,
+}
+
+/// Lists have no filter.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NoFilter {}
+
+/// The tenant entity of the caller.
+pub(super) fn tenant_of(asking: &Asking) -> Uuid {
+    id_of_name(Kind::Tenant, &asking.caller.user_id)
+}
+
+/// The caller's keys, oldest first.
+#[utoipa::path(get, path = "/", params(PageQuery), responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)))]
+pub(super) async fn list(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    listing: Listing<NoFilter>,
+) -> Result<Json<Items<SshKeyView>>, ApiError> {
+    let owner = &asking.caller.user_id;
+    let page = listing.page("ssh-keys", owner, Order::OldestFirst)?;
+    let tenant = find::<Tenant>(&services, tenant_of(&asking)).await?;
+    let mut keys: Vec<_> = tenant.into_iter().flat_map(|stored| stored.it.keys.into_values()).collect();
+    keys.sort_by_key(|key| (key.created_at, key.id));
+    // A position is kept in microseconds.
+    let place = |key: &SshKey| Position { created_at: key.created_at, id: key.id.0 };
+    let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
+    keys.retain(|key| after.is_none_or(|after| (key.created_at.timestamp_micros(), key.id.0) > after));
+    keys.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
+    Ok(Json(page.answer(keys, place, |key| view(key, owner))))
+}
+
+/// Registers a public key. The first one is the default.
+#[utoipa::path(post, path = "/", request_body = NewSshKey, responses((status = 201, description = "The key.", body = SshKeyView)))]
+pub(super) async fn add(
+    ByUser(asking): ByUser,
+    body::Json(new): body::Json<NewSshKey>,
+) -> Result<impl IntoResponse, ApiError> {
+    let key = SshPublicKey::parse(&new.public_key).map_err(|error| {
+        ApiError::invalid_request(format!("`public_key` is refused: {error}.")).detail("field", "public_key")
+    })?;
+    let command = Command::AddKey {
+        user_id: asking.caller.user_id.clone(),
+        name: new.name.to_string(),
+        key_type: key.key_type,
+        public_key: key.public_key,
+        fingerprint: key.fingerprint,
+    };
+    let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &new).await?;
+    let replayed = replayed(&answered);
+    Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
+}
+
+/// Deletes a key. Where it was the default, the oldest other one is from now on.
+#[utoipa::path(
+    delete,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The key's id")),
+    responses((status = 204, description = "It is gone.")),
+)]
+pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
+    let command = Command::DeleteKey { key: SshKeyId(id) };
+    asking.ask::<Tenant>(tenant_of(&asking), command, &()).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Makes a key the default one.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The key's id")),
+    responses((status = 200, description = "The key.", body = SshKeyView)),
+)]
+pub(super) async fn make_default(
+    ByUser(asking): ByUser,
+    Path(id): Path<Uuid>,
+) -> Result<impl IntoResponse, ApiError> {
+    let command = Command::MakeDefault { key: SshKeyId(id) };
+    let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &()).await?;
+    let replayed = replayed(&answered);
+    Ok((replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
+}
+
+fn key_of(reply: Reply) -> Result<SshKey, ApiError> {
+    match reply {
+        Reply::Key { key } => Ok(key),
+        Reply::Done => Err(ApiError::internal("the tenant's machine answered another question")),
+    }
+}
+
+fn view(key: SshKey, owner: &str) -> SshKeyView {
+    SshKeyView {
+        id: key.id.0,
+        owner_user_id: owner.to_owned(),
+        allocation_id: None,
+        name: key.name,
+        key_type: key.key_type,
+        public_key: key.public_key,
+        fingerprint: key.fingerprint,
+        is_default: key.is_default,
+        created_by: key.created_by,
+        created_at: key.created_at,
+        revoked_at: None,
+    }
+}

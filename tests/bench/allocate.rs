@@ -1,0 +1,298 @@
+//! From `POST /api/v1/allocations` to `active`, and whole cycles of renting and giving back, on one replica of the release build with 64
+//! simulated nodes whose agents speak the node API over mutual TLS and do their tasks at once.
+//!
+//! Beside it stands what no such service can be faster than here: the same number of durable commits, one after the other for each
+//! cycle, each one statement that writes a snapshot, a history row and an event (`floor`). The ratio says how much of the time is ours.
+
+use anyhow::{Context, ensure};
+use futures::future::join_all;
+use hdrhistogram::Histogram;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde_json::{Value, json};
+use sqlx::PgPool;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tests::bench::{Plan, Report, Turns, median, rounded};
+use tests::world::client::Client;
+use tests::world::hand::HandAgent;
+use tests::world::{REGION, World, id_of};
+use uuid::Uuid;
+
+const NODES: usize = 64;
+const GPUS: u32 = 8;
+const AT_ONCE: [usize; 2] = [1, 32];
+
+/// Commits that one cycle waits for, one after the other: request, admit, reserve, reserved, provision, report, provisioned; release,
+/// clean, report, cleaned.
+const COMMITS: usize = 11;
+/// Of those, what the way to `active` waits for.
+const COMMITS_TO_ACTIVE: usize = 7;
+
+/// Slurm 22.05 with 64 nodes on two cores: what a cluster scheduler needs for the same.
+const SLURM_P50_MS: f64 = 990.0;
+const SLURM_CYCLES_PER_SECOND: f64 = 32.0;
+
+fn main() -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+}
+
+async fn run() -> anyhow::Result<()> {
+    let plan = Plan::from_environment()?;
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    let mut world = World::plan()
+        .binaries(&release_build()?)
+        .policy("allocation.max_concurrent_per_user", 10_000)
+        .variable("RUST_LOG", "warn")
+        .start()
+        .await;
+    let fleet = Fleet::onboard(&mut world).await;
+    let floor = Floor::prepare(&world.pool).await?;
+    let user = Tenant::of(&world)?;
+
+    // Warm: caches, connections, prepared statements.
+    user.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
+    let mut turns = Turns::default();
+    let mut loads: Vec<Vec<Load>> = vec![Vec::new(); AT_ONCE.len()];
+    let mut to_active_floor = Vec::new();
+    for _ in 0..plan.rounds {
+        for (at_once, of_it) in AT_ONCE.iter().zip(&mut loads) {
+            of_it.push(user.cycles(*at_once, plan.each).await?);
+        }
+        let cycles = loads.last().and_then(|of_it| of_it.last()).map_or(0.0, |load| load.cycles_per_second);
+        turns.round(cycles, floor.cycles(AT_ONCE[1], plan.each).await?);
+        to_active_floor.push(floor.time_to_active().await?);
+    }
+
+    let mut report = Report::new("allocate", "cycles/s", "bare commits of the same steps", &turns);
+    for (at_once, of_it) in AT_ONCE.iter().zip(&loads) {
+        let middle = |of: fn(&Load) -> f64| rounded(median(&of_it.iter().map(of).collect::<Vec<_>>()));
+        report = report
+            .figure(format!("to_active_p50_ms_at_{at_once}"), middle(|load| load.p50_ms))
+            .figure(format!("to_active_p99_ms_at_{at_once}"), middle(|load| load.p99_ms))
+            .figure(format!("cycles_per_second_at_{at_once}"), middle(|load| load.cycles_per_second));
+    }
+    let cycles: usize = loads.iter().flatten().map(|load| load.cycles).sum();
+    let aim = |met: bool| if met { "met" } else { "missed" };
+    let p50 = report.figures["to_active_p50_ms_at_1"].as_f64().unwrap_or(f64::MAX);
+    report
+        .figure("floor_to_active_ms", rounded(median(&to_active_floor)))
+        .figure("slurm_p50_ms", SLURM_P50_MS)
+        .figure("slurm_cycles_per_second", SLURM_CYCLES_PER_SECOND)
+        .figure("aim_p50_under_20_ms", aim(p50 < 20.0))
+        .figure("aim_300_cycles_per_second", aim(turns.ours() >= 300.0))
+        .condition("nodes", NODES)
+        .condition("cycles", cycles)
+        .condition("replicas", 1)
+        .condition("commits_in_a_cycle", COMMITS)
+        .condition("agents", "simulated, in the process of the client")
+        .condition("connection", "one kept alive for each client; TLS")
+        .publish()?;
+    // The agents go first: what is torn off in the middle is no part of the figures.
+    fleet.leave();
+    world.end().await;
+    Ok(())
+}
+
+/// `target/release`, whatever profile this is built in.
+fn release_build() -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    let folder = this.parent().and_then(Path::parent).context("this program does not lie in a build folder")?;
+    ensure!(
+        folder.join("gpuaas").is_file(),
+        "{}/gpuaas is missing: run `cargo build --release --bins`",
+        folder.display()
+    );
+    Ok(folder.to_owned())
+}
+
+/// Simulated nodes that do what they are told at once.
+struct Fleet {
+    serving: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl Fleet {
+    async fn onboard(world: &mut World) -> Self {
+        world.offer("h100", GPUS).await;
+        let mut bundles = Vec::with_capacity(NODES);
+        for _ in 0..NODES {
+            let node = world.register("h100").await;
+            bundles.push(world.bundle(&node).await);
+        }
+        let mut serving = Vec::with_capacity(NODES);
+        for some in bundles.chunks(8) {
+            let agents = join_all(some.iter().map(|bundle| HandAgent::enroll(bundle, GPUS))).await;
+            serving.extend(agents.into_iter().map(|agent| tokio::spawn(Arc::new(agent).serve())));
+        }
+        let active = "/api/v1/admin/nodes?limit=200";
+        let all =
+            |nodes: &Value| nodes["items"].as_array().is_some_and(|it| it.iter().all(|node| node["state"] == "active"));
+        world.admin.wait_until(active, "all nodes are active", all).await;
+        Self { serving }
+    }
+
+    fn leave(&self) {
+        for agent in &self.serving {
+            agent.abort();
+        }
+    }
+}
+
+/// Who rents and gives back.
+struct Tenant {
+    http: reqwest::Client,
+    base: String,
+    token: String,
+}
+
+/// One measurement.
+#[derive(Clone)]
+struct Load {
+    p50_ms: f64,
+    p99_ms: f64,
+    cycles_per_second: f64,
+    cycles: usize,
+}
+
+impl Tenant {
+    fn of(world: &World) -> anyhow::Result<Self> {
+        use secrecy::ExposeSecret as _;
+        let ca = std::fs::read(world.authority.certificate_path())?;
+        let http = reqwest::Client::builder()
+            .tls_certs_only(reqwest::Certificate::from_pem_bundle(&ca)?)
+            .no_proxy()
+            .timeout(Duration::from_secs(30))
+            .build()?;
+        let token = world.identity.token_of("user")?.expose_secret().to_owned();
+        let client: Client = world.at_replica(0, "user");
+        Ok(Self { http, base: client.base().to_owned(), token })
+    }
+
+    /// So many cycles at once for a while, each: rent, wait for `active`, release, wait for `released`.
+    async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<Load> {
+        let done = Arc::new(AtomicUsize::new(0));
+        let began = Instant::now();
+        let one = |_| async {
+            let mut times = Vec::new();
+            while began.elapsed() < during {
+                times.push(self.cycle().await?);
+                done.fetch_add(1, Ordering::Relaxed);
+            }
+            anyhow::Ok(times)
+        };
+        let measured = join_all((0..at_once).map(one)).await;
+        let took = began.elapsed();
+        let mut to_active = Histogram::<u64>::new_with_bounds(1, 120_000_000, 3)?;
+        for times in measured {
+            for time in times? {
+                to_active.record(u64::try_from(time.as_micros())?.max(1))?;
+            }
+        }
+        let cycles = done.load(Ordering::Relaxed);
+        let millis = |quantile: f64| to_active.value_at_quantile(quantile) as f64 / 1000.0;
+        Ok(Load {
+            p50_ms: millis(0.5),
+            p99_ms: millis(0.99),
+            cycles_per_second: cycles as f64 / took.as_secs_f64(),
+            cycles,
+        })
+    }
+
+    /// How long it took to `active`.
+    async fn cycle(&self) -> anyhow::Result<Duration> {
+        let began = Instant::now();
+        let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
+        let created = self.post("/api/v1/allocations", &wanted).await?;
+        let path = format!("/api/v1/allocations/{}", id_of(&created));
+        self.wait_for(&path, "active").await?;
+        let took = began.elapsed();
+        self.post(&format!("{path}/release"), &json!({})).await?;
+        self.wait_for(&path, "released").await?;
+        Ok(took)
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
+        let request = self.http.post(format!("{}{path}", self.base)).bearer_auth(&self.token);
+        let answer = request.header("Idempotency-Key", Uuid::new_v4().to_string()).json(body).send().await?;
+        let (status, text) = (answer.status(), answer.text().await?);
+        ensure!(status.is_success(), "POST {path}: {status} {text}");
+        Ok(serde_json::from_str(&text)?)
+    }
+
+    async fn wait_for(&self, path: &str, state: &str) -> anyhow::Result<()> {
+        let url = format!("{}{path}", self.base);
+        let began = Instant::now();
+        loop {
+            let seen: Value = self.http.get(&url).bearer_auth(&self.token).send().await?.json().await?;
+            if seen["state"] == state {
+                return Ok(());
+            }
+            ensure!(began.elapsed() < Duration::from_secs(60), "{path} is not {state}: {seen}");
+            // A look every 2 ms costs the service less than it tells.
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+}
+
+/// The commits of a cycle without anything around them.
+struct Floor {
+    pool: PgPool,
+}
+
+impl Floor {
+    async fn prepare(pool: &PgPool) -> anyhow::Result<Self> {
+        for statement in [
+            "CREATE TABLE floor_entity (id uuid PRIMARY KEY, version bigint NOT NULL, body jsonb NOT NULL) WITH (fillfactor = 75)",
+            "CREATE TABLE floor_history (entity uuid NOT NULL, version bigint NOT NULL, why text NOT NULL)",
+            "CREATE TABLE floor_outbox (id uuid PRIMARY KEY, event jsonb NOT NULL)",
+        ] {
+            sqlx::query(statement).execute(pool).await?;
+        }
+        Ok(Self { pool: pool.clone() })
+    }
+
+    async fn commits(&self, count: usize) -> anyhow::Result<()> {
+        const STEP: &str = "WITH step AS (UPDATE floor_entity SET version = version + 1, body = $2 WHERE id = $1 RETURNING version), \
+                            told AS (INSERT INTO floor_outbox (id, event) VALUES ($3, $2)) \
+                            INSERT INTO floor_history (entity, version, why) SELECT $1, version, 'a step' FROM step";
+        let id = Uuid::new_v4();
+        let body = json!({ "state": "provisioning", "padding": "x".repeat(800) });
+        let create = "INSERT INTO floor_entity (id, version, body) VALUES ($1, 1, $2)";
+        sqlx::query(create).bind(id).bind(&body).execute(&self.pool).await?;
+        for _ in 1..count {
+            sqlx::query(STEP).bind(id).bind(&body).bind(Uuid::new_v4()).execute(&self.pool).await?;
+        }
+        Ok(())
+    }
+
+    /// Cycles a second of bare commits, so many at once.
+    async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<f64> {
+        let began = Instant::now();
+        let one = |_| async {
+            let mut done = 0_usize;
+            while began.elapsed() < during {
+                self.commits(COMMITS).await?;
+                done += 1;
+            }
+            anyhow::Ok(done)
+        };
+        let mut done = 0;
+        for of_it in join_all((0..at_once).map(one)).await {
+            done += of_it?;
+        }
+        Ok(done as f64 / began.elapsed().as_secs_f64())
+    }
+
+    /// How long the commits on the way to `active` take with nothing else going on, in milliseconds.
+    async fn time_to_active(&self) -> anyhow::Result<f64> {
+        let mut times = Vec::new();
+        for _ in 0..50 {
+            let began = Instant::now();
+            self.commits(COMMITS_TO_ACTIVE).await?;
+            times.push(began.elapsed().as_secs_f64() * 1000.0);
+        }
+        Ok(median(&times))
+    }
+}

@@ -1,0 +1,95 @@
+//! The description of the API that it serves itself.
+
+use serde_json::Value;
+use std::collections::BTreeSet;
+use tests::world::World;
+
+/// What the service has, by path below `/api/v1`.
+const ROUTES: [(&str, &[&str]); 27] = [
+    ("/healthz", &["get"]),
+    ("/readyz", &["get"]),
+    ("/skus", &["get"]),
+    ("/admin/skus", &["get", "post"]),
+    ("/admin/skus/{id}", &["get"]),
+    ("/admin/skus/{id}/activate", &["post"]),
+    ("/admin/nodes", &["get", "post"]),
+    ("/admin/nodes/{id}", &["get", "patch"]),
+    ("/admin/nodes/{id}/enrollment-token", &["post"]),
+    ("/admin/nodes/{id}/retire", &["post"]),
+    ("/admin/nodes/{id}/reactivate", &["post"]),
+    ("/admin/nodes/{id}/remove", &["post"]),
+    ("/admin/nodes/{id}/quarantine", &["post"]),
+    ("/admin/nodes/{id}/release-quarantine", &["post"]),
+    ("/allocations", &["get", "post"]),
+    ("/allocations/{id}", &["get"]),
+    ("/allocations/{id}/events", &["get"]),
+    ("/allocations/{id}/release", &["post"]),
+    ("/admin/allocations/{id}/retry-release", &["post"]),
+    ("/admin/allocations/{id}/force-release", &["post"]),
+    ("/ssh-keys", &["get", "post"]),
+    ("/ssh-keys/{id}", &["delete"]),
+    ("/ssh-keys/{id}/default", &["post"]),
+    ("/admin/runtime/tree", &["get"]),
+    ("/admin/runtime/cluster", &["get"]),
+    ("/admin/runtime/entities/{kind}/{id}", &["get"]),
+    ("/admin/runtime/entities/{kind}/{id}/restart", &["post"]),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_description_is_served_is_openapi_3_1_and_has_every_route() {
+    let world = World::start().await;
+    let description = world.stranger().get("/api/v1/openapi.json").await.ok();
+    let version = description["openapi"].as_str().unwrap_or_default();
+    assert!(version.starts_with("3.1"), "{version}");
+    let paths = description["paths"].as_object().expect("it has paths");
+    for (path, methods) in ROUTES {
+        let full = format!("/api/v1{path}");
+        let described =
+            paths.get(&full).unwrap_or_else(|| panic!("{full} is not described; there are {:?}", paths.keys()));
+        for method in methods {
+            assert!(described[method].is_object(), "{method} {full} is not described");
+        }
+    }
+    let mut ids = BTreeSet::new();
+    for (path, methods) in paths {
+        for (method, operation) in methods.as_object().unwrap().iter().filter(|(name, _)| *name != "parameters") {
+            expect_described(&description, path, method, operation);
+            if let Some(id) = operation["operationId"].as_str() {
+                assert!(ids.insert(id.to_owned()), "two operations are called {id}");
+            }
+        }
+    }
+    world.end().await;
+}
+
+/// An operation names its answers; those that are no success are the one envelope, and every reference leads somewhere.
+fn expect_described(description: &Value, path: &str, method: &str, operation: &Value) {
+    let responses = operation["responses"].as_object().unwrap_or_else(|| panic!("{method} {path} has no responses"));
+    assert!(responses.keys().any(|status| status.starts_with('2')), "{method} {path} never succeeds");
+    for (status, response) in responses.iter().filter(|(status, _)| status.starts_with(['4', '5'])) {
+        let schema = &response["content"]["application/json"]["schema"]["$ref"];
+        // `readyz` answers 503 with its checks.
+        let envelope = schema == "#/components/schemas/Error" || path.ends_with("/readyz");
+        assert!(envelope, "{method} {path} answers {status} with {response}");
+    }
+    if path.starts_with("/api/v1/admin") {
+        for status in ["401", "403"] {
+            assert!(responses.contains_key(status), "{method} {path} does not say when it answers {status}");
+        }
+    }
+    expect_references(description, operation);
+}
+
+fn expect_references(description: &Value, value: &Value) {
+    match value {
+        Value::Object(fields) => {
+            if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
+                let found = description.pointer(reference.trim_start_matches('#'));
+                assert!(found.is_some(), "{reference} leads nowhere");
+            }
+            fields.values().for_each(|inner| expect_references(description, inner));
+        }
+        Value::Array(items) => items.iter().for_each(|inner| expect_references(description, inner)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}

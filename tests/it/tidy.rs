@@ -1,0 +1,146 @@
+//! The house as it was laid out: who depends on whom, what the pure crate may name, and what no source may say.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Who may depend on whom (design 3). What is not here is not allowed.
+const ARROWS: [(&str, &[&str]); 8] = [
+    ("domain", &[]),
+    ("wire", &[]),
+    ("persistence", &["domain"]),
+    ("actors", &["domain"]),
+    ("edge", &["domain", "wire", "actors", "persistence"]),
+    ("supervisors", &["domain", "wire", "actors", "persistence", "edge"]),
+    ("agent", &["wire"]),
+    ("tests", &["domain", "wire", "actors", "agent", "persistence", "edge", "supervisors"]),
+];
+
+/// The crates of the outside world that `domain` may name: plain data, and errors.
+const OF_DOMAIN: [&str; 5] = ["serde", "serde_json", "thiserror", "uuid", "chrono"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate lies in the workspace").to_owned()
+}
+
+/// Normal and build dependencies of each of our crates, from the manifests.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let ran = Command::new(cargo)
+        .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let metadata: Value = serde_json::from_slice(&ran.stdout).expect("cargo metadata is JSON");
+    let packages = metadata["packages"].as_array().expect("there are packages");
+    let named = |package: &Value| {
+        let all = package["dependencies"].as_array().unwrap();
+        all.iter().filter(|it| it["kind"] != "dev").map(|it| it["name"].as_str().unwrap().to_owned()).collect()
+    };
+    packages.iter().map(|package| (package["name"].as_str().unwrap().to_owned(), named(package))).collect()
+}
+
+#[test]
+fn dependencies_point_one_way() {
+    let found = dependencies();
+    let known: BTreeSet<&str> = ARROWS.iter().map(|(name, _)| *name).collect();
+    let there: BTreeSet<&str> = found.keys().map(String::as_str).collect();
+    assert_eq!(there, known, "a crate came or went: give it its place in the table of arrows");
+    for (name, allowed) in ARROWS {
+        let ours: BTreeSet<&str> = found[name].iter().map(String::as_str).filter(|it| known.contains(it)).collect();
+        let forbidden: Vec<_> = ours.iter().filter(|it| !allowed.contains(it)).collect();
+        assert!(forbidden.is_empty(), "{name} must not depend on {forbidden:?}");
+    }
+}
+
+#[test]
+fn the_domain_names_nothing_but_plain_data() {
+    let found = &dependencies()["domain"];
+    let foreign: Vec<_> = found.iter().filter(|it| !OF_DOMAIN.contains(&it.as_str())).collect();
+    assert!(foreign.is_empty(), "domain depends on {foreign:?}");
+}
+
+#[test]
+fn the_domain_s_own_lints_ban_clocks_chance_and_the_environment() {
+    let lints =
+        std::fs::read_to_string(root().join("actors/domain/clippy.toml")).expect("domain has its own clippy.toml");
+    for banned in [
+        "std::time::SystemTime::now",
+        "std::time::Instant::now",
+        "chrono::Utc::now",
+        "chrono::Local::now",
+        "uuid::Uuid::now_v7",
+        "uuid::Uuid::new_v4",
+        "std::env::var",
+    ] {
+        assert!(lints.contains(banned), "actors/domain/clippy.toml does not ban {banned}");
+    }
+}
+
+#[test]
+fn the_domain_waits_for_nothing() {
+    for (path, text) in sources().into_iter().filter(|(path, _)| path.starts_with("actors/domain/src")) {
+        for word in ["async fn", "async move", ".await", "std::fs", "std::net", "std::thread", "tokio"] {
+            assert!(!text.contains(word), "{} says {word}", path.display());
+        }
+    }
+}
+
+#[test]
+fn no_source_names_a_machine_or_a_registry() {
+    // Put together here, so that this file does not say them itself.
+    let here = root().display().to_string();
+    let places = [["/Us", "ers/"], ["/ro", "ot/"]].map(|parts| parts.concat()).into_iter().chain([here]);
+    let hosts = [
+        ["crates", ".io"],
+        ["pypi", ".org"],
+        ["files.python", "hosted"],
+        ["npm", "js."],
+        ["registry.", "npm"],
+        ["docker", ".io"],
+        ["ghcr", ".io"],
+        ["index.crates", ""],
+        ["arti", "factory"],
+    ]
+    .map(|parts| parts.concat());
+    let words: Vec<String> = places.chain(hosts).collect();
+    for (path, text) in sources() {
+        for word in &words {
+            let line = text.lines().position(|line| line.contains(word.as_str()));
+            assert_eq!(line, None, "{} says {word} in line {}", path.display(), line.unwrap_or_default() + 1);
+        }
+    }
+}
+
+#[test]
+fn nothing_is_left_to_be_done_later() {
+    let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["#[ig", "nore"]]
+        .map(|parts| parts.concat());
+    for (path, text) in sources() {
+        for word in &words {
+            assert!(!text.contains(word.as_str()), "{} says {word}", path.display());
+        }
+    }
+}
+
+/// Everything that git knows or would take up, as text, by its path in the workspace.
+fn sources() -> Vec<(PathBuf, String)> {
+    let ran = Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"])
+        .current_dir(root())
+        .output()
+        .expect("git runs");
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let listed = String::from_utf8(ran.stdout).expect("paths are text");
+    let paths = listed.split('\0').filter(|path| !path.is_empty() && *path != "Cargo.lock").map(PathBuf::from);
+    let read = paths.filter_map(|path| {
+        // What was removed and not yet committed is listed too; what is no text says nothing.
+        let text = std::fs::read_to_string(root().join(&path)).ok()?;
+        Some((path, text))
+    });
+    let all: Vec<_> = read.collect();
+    assert!(all.len() > 100, "only {} files were found", all.len());
+    all
+}
