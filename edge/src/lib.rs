@@ -6,12 +6,15 @@
 
 #![forbid(unsafe_code)]
 
+pub mod answer;
+pub mod api;
 pub mod auth;
 pub mod body;
 pub mod bundle;
 pub mod correlation;
 pub mod error;
 pub mod host;
+pub mod idempotency;
 pub mod identity;
 pub mod limits;
 pub mod node_api;

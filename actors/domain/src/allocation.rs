@@ -109,7 +109,6 @@ pub enum Phase {
         placed: Placed,
         attempt: u32,
         reason: String,
-        detail: String,
         next: AfterFailure,
     },
     Released {
@@ -162,7 +161,6 @@ pub enum Command {
     ProvisionFailed {
         node_id: NodeId,
         reason: String,
-        detail: String,
     },
     Cleaned {
         node_id: NodeId,
@@ -172,7 +170,6 @@ pub enum Command {
         node_id: NodeId,
         attempt: u32,
         reason: String,
-        detail: String,
     },
     Tick,
 }

@@ -37,9 +37,9 @@ pub enum Event {
     NodeStateChanged { node_id: NodeId, from: Option<String>, to: String, reason: String },
     DevicesReserved { node_id: NodeId, allocation_id: AllocationId, placed: Placed },
     TenantReady { node_id: NodeId, allocation_id: AllocationId },
-    TenantFailed { node_id: NodeId, allocation_id: AllocationId, reason: String, detail: String },
+    TenantFailed { node_id: NodeId, allocation_id: AllocationId, reason: String },
     TenantGone { node_id: NodeId, allocation_id: AllocationId, attempt: u32 },
-    TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String, detail: String },
+    TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String },
 
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
@@ -162,8 +162,8 @@ impl Event {
             Self::TenantReady { node_id, allocation_id } => {
                 Reaction::Allocation(allocation_id, ToAllocation::Provisioned { node_id })
             }
-            Self::TenantFailed { node_id, allocation_id, reason, detail } => {
-                Reaction::Allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason, detail })
+            Self::TenantFailed { node_id, allocation_id, reason } => {
+                Reaction::Allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason })
             }
             Self::ReservationUnwanted { allocation_id, node_id } => {
                 Reaction::Node(node_id, ToNode::Unreserve { allocation_id })
@@ -174,8 +174,8 @@ impl Event {
             Self::TenantGone { node_id, allocation_id, attempt } => {
                 Reaction::Allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
             }
-            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
-                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
+            Self::TenantRemains { node_id, allocation_id, attempt, reason } => {
+                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason })
             }
             Self::ReleaseFailed { allocation_id, node_id, attempt, .. } => {
                 Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })
@@ -233,9 +233,9 @@ mod tests {
             Event::NodeStateChanged { node_id, from: Some(text()), to: text(), reason: text() },
             Event::DevicesReserved { node_id, allocation_id, placed },
             Event::TenantReady { node_id, allocation_id },
-            Event::TenantFailed { node_id, allocation_id, reason: text(), detail: text() },
+            Event::TenantFailed { node_id, allocation_id, reason: text() },
             Event::TenantGone { node_id, allocation_id, attempt: 1 },
-            Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text(), detail: text() },
+            Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
             Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
         ]
     }

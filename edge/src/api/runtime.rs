@@ -50,7 +50,7 @@ pub(super) struct Restarted {
 /// The supervision tree of the whole cluster. Without a filter: a summary, and what needs an operator.
 #[utoipa::path(get, path = "/", params(TreeFilter), responses((status = 200, description = "The tree.", body = Tree)))]
 pub(super) async fn tree(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
     Query(filter): Query<TreeFilter>,
 ) -> Result<Json<Tree>, ApiError> {
@@ -72,7 +72,7 @@ pub(super) async fn tree(
 /// The members of the cluster and what each owns.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The members.", body = ClusterReport)))]
 pub(super) async fn cluster(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
 ) -> Result<Json<ClusterReport>, ApiError> {
     Ok(Json(services.runtime.cluster().await?))
@@ -89,7 +89,7 @@ pub(super) async fn cluster(
     responses((status = 200, description = "The entity.", body = EntityReport)),
 )]
 pub(super) async fn entity(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
     Path((kind, id)): Path<(String, Uuid)>,
 ) -> Result<Json<EntityReport>, ApiError> {
@@ -109,7 +109,7 @@ pub(super) async fn entity(
     responses((status = 200, description = "Done.", body = Restarted)),
 )]
 pub(super) async fn restart(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
     Path((kind, id)): Path<(String, Uuid)>,
 ) -> Result<Json<Restarted>, ApiError> {

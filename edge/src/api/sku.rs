@@ -171,7 +171,7 @@ pub(super) struct ApprovalView {
 /// What can be rented: the active SKUs, oldest first.
 #[utoipa::path(get, path = "/", params(PageQuery), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
 pub(super) async fn offered(
-    ByUser(_): ByUser,
+    _: ByUser,
     State(services): State<Services>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
@@ -184,7 +184,7 @@ pub(super) async fn offered(
 /// The whole catalog, oldest first.
 #[utoipa::path(get, path = "/", params(PageQuery, SkuFilter), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
 pub(super) async fn list(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
@@ -208,7 +208,7 @@ pub(super) async fn create(
 /// One SKU.
 #[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The SKU's id")), responses((status = 200, description = "The SKU.", body = SkuView)))]
 pub(super) async fn get(
-    ByAdmin(_): ByAdmin,
+    _: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SkuView>, ApiError> {

@@ -53,12 +53,10 @@ impl Allocation {
             Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
             Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
             Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
-            Command::ProvisionFailed { node_id, reason, detail } => {
-                Ok(self.provision_failed(node_id, &reason, &detail, ctx))
-            }
+            Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
             Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
-            Command::CleanupFailed { node_id, attempt, reason, detail } => {
-                Ok(self.cleanup_failed(node_id, attempt, &reason, &detail, ctx))
+            Command::CleanupFailed { node_id, attempt, reason } => {
+                Ok(self.cleanup_failed(node_id, attempt, &reason, ctx))
             }
             Command::Tick => Ok(self.tick(ctx)),
         }
@@ -194,10 +192,11 @@ impl Allocation {
         }
     }
 
-    fn provision_failed(&self, node_id: NodeId, reason: &str, detail: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn provision_failed(&self, node_id: NodeId, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
-                self.compensate(node_id, placed, reason, detail, ctx)
+                let message = format!("The node could not set the allocation up ({reason}); ask for another one.");
+                self.compensate(node_id, placed, reason, &message, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -242,12 +241,12 @@ impl Allocation {
         }
     }
 
-    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, reason: &str, detail: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
         match &self.phase {
             Phase::Releasing { node_id: ours, attempt: current, placed, .. }
                 if *ours == node_id && *current == attempt =>
             {
-                self.fail_release(node_id, placed, attempt, reason, detail, ctx)
+                self.fail_release(node_id, placed, attempt, reason, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -258,15 +257,7 @@ impl Allocation {
         }
     }
 
-    fn fail_release(
-        &self,
-        node_id: NodeId,
-        placed: &Placed,
-        attempt: u32,
-        reason: &str,
-        detail: &str,
-        ctx: &Ctx<'_>,
-    ) -> Step<Self> {
+    fn fail_release(&self, node_id: NodeId, placed: &Placed, attempt: u32, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
         let scopes = self.scopes();
         let most = ctx.policy.int(Key::AllocationReleaseMaxAttempts, &scopes, ctx.now);
         let exhausted = i64::from(attempt) >= most;
@@ -277,17 +268,10 @@ impl Allocation {
                 ctx.now + pause(attempt, ctx.policy.seconds(Key::AllocationReleaseBackoffMax, &scopes, ctx.now)),
             )
         };
-        let phase = Phase::ReleaseFailed {
-            node_id,
-            placed: placed.clone(),
-            attempt,
-            reason: reason.to_owned(),
-            detail: detail.to_owned(),
-            next,
-        };
+        let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
         let step = self
             .moved(phase, ctx.now, reason)
-            .step(format!("clean-up attempt {attempt} failed: {detail}"))
+            .step(format!("clean-up attempt {attempt} failed ({reason})"))
             .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() });
         if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
     }
@@ -312,14 +296,9 @@ impl Allocation {
             Phase::Provisioning { node_id, until, .. } => self
                 .unchanged("asking the node again")
                 .event(Event::ProvisioningStarted { allocation_id: self.id, node_id: *node_id, deadline_at: *until }),
-            Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => self.fail_release(
-                *node_id,
-                placed,
-                *attempt,
-                "release_timeout",
-                "the node did not prove the clean-up in time",
-                ctx,
-            ),
+            Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
+                self.fail_release(*node_id, placed, *attempt, "release_timeout", ctx)
+            }
             Phase::Releasing { node_id, attempt, until, .. } => {
                 self.unchanged("asking the node again").event(Event::ReleaseRequested {
                     allocation_id: self.id,

@@ -154,12 +154,7 @@ impl Story {
 
     fn clean_up_failed(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.told(Command::CleanupFailed {
-            node_id: NODE,
-            attempt,
-            reason: "remains".into(),
-            detail: "a process is left".into(),
-        })
+        self.told(Command::CleanupFailed { node_id: NODE, attempt, reason: "remains".into() })
     }
 
     fn cleaned(self) -> Self {
@@ -211,8 +206,8 @@ fn states() -> Vec<(&'static str, Story)> {
 }
 
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
-    let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into(), detail: "d".into() };
-    let remains = |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: "d".into() };
+    let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into() };
+    let remains = |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into() };
     let release = || Command::Release { issue: None };
     vec![
         ("request", ann(), Command::Request(Box::new(request()))),
@@ -343,7 +338,7 @@ fn a_count_or_a_patience_beyond_the_bounds_is_refused() {
 fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
     let story = allocation()
         .reserved()
-        .told(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into(), detail: "no space".into() })
+        .told(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
         .expect("releasing")
         .says(&["provisioning.release_requested", "provisioning.failed"])
         .cleaned()
@@ -460,10 +455,7 @@ fn a_clean_up_that_takes_too_long_has_failed() {
 fn a_failure_of_an_attempt_that_was_given_up_says_nothing() {
     let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
     assert_eq!(second.allocation.attempt(), 2);
-    second
-        .told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: "d".into() })
-        .unmoved()
-        .expect("releasing");
+    second.told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into() }).unmoved().expect("releasing");
 }
 
 #[test]

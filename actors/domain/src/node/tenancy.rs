@@ -196,7 +196,6 @@ impl Node {
                 node_id: self.id,
                 allocation_id,
                 reason: reason.to_owned(),
-                detail: detail.to_owned(),
             })
         };
         match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
@@ -449,12 +448,7 @@ impl Node {
                     HoldPhase::SetupFailed { reason: code.clone(), detail: message.clone() },
                     format!("the agent could not set the tenant up: {message}"),
                 )
-                .event(Event::TenantFailed {
-                    node_id: self.id,
-                    allocation_id,
-                    reason: code.clone(),
-                    detail: message.clone(),
-                }),
+                .event(Event::TenantFailed { node_id: self.id, allocation_id, reason: reason_code(code) }),
         }
     }
 
@@ -481,7 +475,8 @@ impl Node {
             };
         }
         let why = format!("clean-up attempt {attempt} failed: {detail}");
-        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail };
+        let reason = reason_code(&reason);
+        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason };
         Step::to(next, Reply::Done, why).event(remains)
     }
 
@@ -505,6 +500,13 @@ impl Node {
         }
         Step::to(next, Reply::Done, why)
     }
+}
+
+/// What an agent calls the cause, as far as it is a code: an event is no place for an agent's own words. Those are in the history.
+fn reason_code(code: &str) -> String {
+    let is_code =
+        !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
+    if is_code { code.to_owned() } else { "agent_error".to_owned() }
 }
 
 /// The login of an allocation on its node: short enough for every system, derived from the id alone so that it is never another's.

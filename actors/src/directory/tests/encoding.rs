@@ -99,9 +99,9 @@ fn of_an_allocation() {
         Command::NoCapacity { suggestion: Some(text()) },
         Command::OverQuota { limit: -1 },
         Command::Provisioned { node_id: NODE },
-        Command::ProvisionFailed { node_id: NODE, reason: text(), detail: text() },
+        Command::ProvisionFailed { node_id: NODE, reason: text() },
         Command::Cleaned { node_id: NODE, attempt: 3 },
-        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() },
+        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text() },
         Command::Tick,
     ];
     let rejections = [

@@ -1,0 +1,298 @@
+//! Allocations: GPUs rented, watched and given back (decisions 5).
+
+mod events;
+mod view;
+
+use actors::Answered;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use domain::allocation::{Allocation, AuthorizedKey, Command, Failure, Phase, Request};
+use domain::policy::Key;
+use domain::tenant::Tenant;
+use domain::{NodeId, SshKeyId};
+use persistence::read::ListFilter;
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+pub(super) use events::*;
+
+use super::asking::{Asking, ByAdmin, ByUser, replayed};
+use super::field::{GpuCount, Label, ProjectId, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
+use super::sku;
+use super::ssh_key::tenant_of;
+use super::stored::{self, Stored, etag, find, wait_until};
+use crate::body::{self, JsonOrDefault, Path};
+use crate::error::{ApiError, Code};
+use crate::idempotency::Replayed;
+use crate::page::{Items, Listing, Order, PageQuery};
+use crate::services::Services;
+use view::{AllocationView, StateName};
+
+/// How long the saga's first answer is waited for (decisions 5).
+const FIRST_ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+/// What is to be rented.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewAllocation {
+    /// An active SKU.
+    sku: SkuRef,
+    /// One of the SKU's regions; any where it is left out.
+    region_code: Option<RegionCode>,
+    /// The node to be on; the best fitting one where it is left out.
+    node_id: Option<Uuid>,
+    /// All on one node.
+    gpu_count: GpuCount,
+    /// The project of the access token.
+    project_id: Option<ProjectId>,
+    /// Which of your SSH keys open it; your default key where it is left out.
+    #[serde(default, deserialize_with = "set_or_none::<_, _, 32>")]
+    #[schema(max_items = 32)]
+    ssh_key_ids: Option<Vec<Uuid>>,
+    /// How long to wait for capacity; where it is left out, there is capacity now or an error.
+    queue_seconds: Option<QueueSeconds>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewRelease {
+    /// What was wrong with it, where something was.
+    issue: Option<Reason>,
+}
+
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Rescue {
+    reason: Reason,
+}
+
+/// Which allocations.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AllocationFilter {
+    state: Option<StateName>,
+    /// A SKU's name or id.
+    sku: Option<SkuRef>,
+    /// Whose; anybody's for administrators, your own otherwise.
+    user_id: Option<Label>,
+}
+
+/// Your allocations, oldest first; everybody's for administrators.
+#[utoipa::path(get, path = "/", params(PageQuery, AllocationFilter), responses((status = 200, description = "A page of allocations.", body = Items<AllocationView>)))]
+pub(super) async fn list(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    listing: Listing<AllocationFilter>,
+) -> Result<Json<Items<AllocationView>>, ApiError> {
+    let filter = &listing.filter;
+    let owner = visible_owner(&asking, filter.user_id.as_deref())?;
+    let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    let sku = match &filter.sku {
+        Some(sku) => Some(sku::referred(&services, sku).await?),
+        None => None,
+    };
+    let filter = ListFilter { owner, state: filter.state.map(|state| state.name().to_owned()), sku };
+    let rows = stored::list::<Allocation>(&services, &filter, &page).await?;
+    let now = services.world.now();
+    Ok(Json(stored::answer(&page, rows, |stored| AllocationView::of(&stored.it, stored.version, now))))
+}
+
+/// Rents GPUs. The answer comes once a node holds them, or with the reason why none does; with `queue_seconds`, or where that takes
+/// longer than 5 s, the allocation is answered as `requested`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("Idempotency-Key" = String, Header, description = "A value of the caller's own: a repetition with it gets the first answer.", min_length = 1, max_length = 255)),
+    request_body = NewAllocation,
+    responses((status = 201, description = "The allocation.", body = AllocationView)),
+)]
+pub(super) async fn create(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    body::Json(new): body::Json<NewAllocation>,
+) -> Result<Response, ApiError> {
+    asking.require_key()?;
+    let request = request(&services, &asking, &new).await?;
+    let command = Command::Request(Box::new(request));
+    let answered = asking.ask::<Allocation>(asking.id_of_new(), command, &new).await?;
+    let is_answered = |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
+    // A repetition is answered with what the first request made.
+    let id = answered.reply.id.0;
+    let found = wait_until(&services, id, FIRST_ANSWER_WITHIN, is_answered).await?;
+    let Stored { it, version, .. } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
+    let replayed = replayed(&answered);
+    match refusal(&it) {
+        Some(error) => Err(replayed.refused(error)),
+        None => Ok(shown(&services, StatusCode::CREATED, replayed, &it, version)),
+    }
+}
+
+/// One allocation.
+#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), responses((status = 200, description = "The allocation.", body = AllocationView)))]
+pub(super) async fn get(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Response, ApiError> {
+    let Stored { it, version, .. } = visible(&services, &asking, id).await?;
+    Ok(shown(&services, StatusCode::OK, Replayed(false), &it, version))
+}
+
+/// Gives an allocation back, or cancels it. Asking twice is asking once.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id")),
+    request_body(content = NewRelease, description = "May be left out."),
+    responses((status = 202, description = "The allocation, which is being released.", body = AllocationView)),
+)]
+pub(super) async fn release(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    JsonOrDefault(release): JsonOrDefault<NewRelease>,
+) -> Result<Response, ApiError> {
+    let command = Command::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
+    accepted(&services, asking, id, command, &release).await
+}
+
+/// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
+#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Rescue, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+pub(super) async fn retry_release(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(why): body::Json<Rescue>,
+) -> Result<Response, ApiError> {
+    accepted(&services, asking, id, Command::RetryRelease { reason: why.reason.to_string() }, &why).await
+}
+
+/// Ends a failed release without a clean-up proof. The node is quarantined.
+#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Rescue, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+pub(super) async fn force_release(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(why): body::Json<Rescue>,
+) -> Result<Response, ApiError> {
+    accepted(&services, asking, id, Command::ForceRelease { reason: why.reason.to_string() }, &why).await
+}
+
+async fn accepted<B: Serialize>(
+    services: &Services,
+    asking: Asking,
+    id: Uuid,
+    command: Command,
+    body: &B,
+) -> Result<Response, ApiError> {
+    let asking = asking.urgently();
+    let answered: Answered<Box<Allocation>> = asking.ask::<Allocation>(id, command, body).await?;
+    let version = asking.version_of(id, &answered).await?;
+    Ok(shown(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version))
+}
+
+fn shown(services: &Services, status: StatusCode, replayed: Replayed, it: &Allocation, version: i64) -> Response {
+    let view = AllocationView::of(it, version, services.world.now());
+    (status, replayed, etag(version), Json(view)).into_response()
+}
+
+/// The allocation, where the caller may see it: other people's do not exist for them.
+async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Stored<Allocation>, ApiError> {
+    let found = find::<Allocation>(services, id).await?;
+    let may_see = |stored: &Stored<Allocation>| asking.is_admin() || stored.it.asked.user_id == asking.caller.user_id;
+    found.filter(may_see).ok_or_else(|| ApiError::not_found("allocation"))
+}
+
+/// Whose allocations the caller gets to see; `None`: everybody's.
+fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>, ApiError> {
+    let own = &asking.caller.user_id;
+    match wanted {
+        wanted if asking.is_admin() => Ok(wanted.map(str::to_owned)),
+        Some(other) if other != own => Err(ApiError::forbidden("Only administrators see other people's allocations; leave `user_id` out.")),
+        Some(_) | None => Ok(Some(own.clone())),
+    }
+}
+
+/// What is asked for, with everything resolved that must not change under the user.
+async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> Result<Request, ApiError> {
+    let caller = &asking.caller;
+    if new.project_id.as_deref().is_some_and(|project| caller.project_id.as_deref() != Some(project)) {
+        return Err(ApiError::forbidden("Your access token is not for this project; get one that is, or leave `project_id` out."));
+    }
+    let (sku, ssh_keys) =
+        tokio::try_join!(sku::active(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
+    if let Some(region) = &new.region_code
+        && !sku.spec.allowed_regions.iter().any(|allowed| **allowed == **region)
+    {
+        let regions = sku.spec.allowed_regions.join(", ");
+        return Err(ApiError::invalid_request(format!("The SKU is not offered in this region; it is in {regions}."))
+            .detail("field", "region_code"));
+    }
+    let price = sku.price().cloned().ok_or_else(|| ApiError::internal("an active SKU has no price"))?;
+    let isolation_model =
+        services.world.policy().text(Key::AllocationIsolationModel, &asking.scopes(), services.world.now());
+    Ok(Request {
+        user_id: caller.user_id.clone(),
+        org_id: caller.org_id.clone(),
+        project_id: caller.project_id.clone(),
+        plan: caller.plan.clone(),
+        sku_id: sku.id,
+        sku: sku.spec.name,
+        region_code: new.region_code.as_ref().map(|region| region.to_string()),
+        node_id: new.node_id.map(NodeId),
+        gpu_count: new.gpu_count.0,
+        ssh_keys,
+        isolation_model,
+        price,
+        queue_seconds: new.queue_seconds.map(|seconds| seconds.0),
+    })
+}
+
+/// The keys that were named, or the default one. A user without keys gets an allocation that only a terminal opens.
+async fn ssh_keys(services: &Services, asking: &Asking, ids: Option<&[Uuid]>) -> Result<Vec<AuthorizedKey>, ApiError> {
+    let tenant = find::<Tenant>(services, tenant_of(asking)).await?.map(|stored| stored.it);
+    let Some(ids) = ids else {
+        return Ok(tenant.iter().filter_map(Tenant::default_key).map(|key| key.authorized()).collect());
+    };
+    let named = |id: &Uuid| tenant.as_ref().and_then(|tenant| tenant.keys.get(&SshKeyId(*id)));
+    let keys: Option<Vec<_>> = ids.iter().map(|id| named(id).map(|key| key.authorized())).collect();
+    keys.ok_or_else(|| {
+        ApiError::invalid_request("One of `ssh_key_ids` is not a key of yours; GET /api/v1/ssh-keys lists those there are.")
+            .detail("field", "ssh_key_ids")
+    })
+}
+
+/// The answer to a request that could not be met: the saga's first answer was no.
+fn refusal(allocation: &Allocation) -> Option<ApiError> {
+    let Failure { phase, code, message, .. } = allocation.failure.as_ref()?;
+    if phase != "requested" {
+        return None;
+    }
+    let error = |code| {
+        Some(ApiError::new(code, message.clone()).detail("allocation_id", allocation.id.to_string()))
+    };
+    match code.as_str() {
+        "insufficient_capacity" => {
+            error(Code::InsufficientCapacity).map(|error| error.detail("suggestion", message.clone()))
+        }
+        "concurrency_limit_exceeded" => error(Code::ConcurrencyLimitExceeded),
+        "insufficient_balance" => error(Code::InsufficientBalance),
+        _ => error(Code::StateConflict).map(|error| error.detail("failure", code.clone())),
+    }
+}
+
+/// The version after which a stream goes on.
+fn last_event_id(headers: &axum::http::HeaderMap) -> Result<i64, ApiError> {
+    let Some(value) = headers.get("last-event-id") else { return Ok(0) };
+    let version = value.to_str().ok().and_then(|text| text.trim().parse().ok()).filter(|version| *version >= 0);
+    version.ok_or_else(|| {
+        ApiError::invalid_request("Header `Last-Event-ID` must be the id of an event of this stream.")
+            .detail("field", "Last-Event-ID")
+    })
+}
+

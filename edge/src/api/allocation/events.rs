@@ -1,0 +1,161 @@
+//! An allocation's transitions as they happen: server-sent events (WHATWG HTML, section 9.2) out of its history.
+
+use axum::Extension;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::sse::{Event, KeepAlive, Sse};
+use chrono::{DateTime, Utc};
+use domain::{EntityRef, Kind};
+use futures::Stream;
+use persistence::read::HistoryRow;
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::{last_event_id, visible};
+use crate::api::asking::ByUser;
+use crate::api::stored::Changes;
+use crate::body::Path;
+use crate::error::ApiError;
+use crate::services::Services;
+
+/// How many streams one process keeps open.
+const STREAMS: usize = 4096;
+/// Comments that keep idle connections open, and show that the stream lives.
+const HEARTBEAT: Duration = Duration::from_secs(15);
+/// The longest pause between two looks at an allocation that lives on another member.
+const LOOK_LAST: Duration = Duration::from_secs(1);
+const ROWS_AT_ONCE: u32 = 200;
+
+/// The places for streams.
+#[derive(Clone)]
+pub(in crate::api) struct Streams(Arc<Semaphore>);
+
+impl Default for Streams {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(STREAMS)))
+    }
+}
+
+/// The `data` of one event; its `id` is the generation.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationEvent)]
+pub(in crate::api) struct Transition {
+    allocation_id: Uuid,
+    generation: i64,
+    at: DateTime<Utc>,
+    /// Null for the first.
+    from_state: Option<String>,
+    state: String,
+    /// What moved it, in words.
+    reason: String,
+}
+
+/// The allocation's transitions, those of the past first, as server-sent events named `transition`. The stream goes on after
+/// `Last-Event-ID`. It ends after `released`, and when the access token ends.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(
+        ("id" = Uuid, Path, description = "The allocation's id"),
+        ("Last-Event-ID" = Option<i64>, Header, description = "The id of the last event that was received"),
+    ),
+    responses((status = 200, description = "The events; the data of each is one `AllocationEvent`.", content_type = "text/event-stream", body = Transition)),
+)]
+pub(in crate::api) async fn events(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Extension(Streams(places)): Extension<Streams>,
+    Path(id): Path<Uuid>,
+    headers: HeaderMap,
+) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
+    visible(&services, &asking, id).await?;
+    let after = last_event_id(&headers)?;
+    let place = places.try_acquire_owned().map_err(|_| ApiError::overloaded().because("too many event streams"))?;
+    let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
+    let telling = Telling { services, id, after, end: Instant::now() + left, ready: VecDeque::new(), over: false, _place: place };
+    let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
+    Ok(Sse::new(futures::stream::unfold(telling, Telling::next)).keep_alive(keep_alive))
+}
+
+struct Telling {
+    services: Services,
+    id: Uuid,
+    /// The version that was told last.
+    after: i64,
+    end: Instant,
+    ready: VecDeque<HistoryRow>,
+    over: bool,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Telling {
+    async fn next(mut self) -> Option<(Result<Event, Infallible>, Self)> {
+        let services = self.services.clone();
+        let entity = EntityRef { kind: Kind::Allocation, id: self.id };
+        let mut changes = Changes::of(&services, entity).patiently(LOOK_LAST);
+        loop {
+            if let Some(row) = self.ready.pop_front() {
+                self.over = row.to_state == "released";
+                return Some((Ok(self.event(row)), self));
+            }
+            if self.over || Instant::now() >= self.end {
+                return None;
+            }
+            let change = changes.next();
+            // Where the history cannot be read now, the client comes again with the last id.
+            self.ready = self.unseen().await.inspect_err(|error| tracing::warn!(%error, "an event stream ends")).ok()?;
+            if self.ready.is_empty() {
+                tokio::select! {
+                    () = change.wait(self.end) => {}
+                    () = services.stopping.cancelled() => return None,
+                }
+            }
+        }
+    }
+
+    /// What came after the last event: the changes of state, oldest first.
+    async fn unseen(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
+        let (mut unseen, mut before, mut newest) = (VecDeque::new(), None, self.after);
+        loop {
+            let page = self.services.reads.history(self.id, before, ROWS_AT_ONCE).await?;
+            for row in page.items {
+                if row.version <= self.after {
+                    self.after = newest;
+                    return Ok(unseen);
+                }
+                newest = newest.max(row.version);
+                if row.from_state.as_deref() != Some(row.to_state.as_str()) {
+                    unseen.push_front(row);
+                }
+            }
+            before = page.next;
+            if before.is_none() {
+                self.after = newest;
+                return Ok(unseen);
+            }
+        }
+    }
+
+    fn event(&self, row: HistoryRow) -> Event {
+        let id = row.version.to_string();
+        let transition = Transition {
+            allocation_id: self.id,
+            generation: row.version,
+            at: row.at,
+            from_state: row.from_state,
+            state: row.to_state,
+            reason: row.why,
+        };
+        // Plain fields only: it can be written.
+        let data = serde_json::to_string(&transition).unwrap_or_default();
+        Event::default().event("transition").id(id).data(data)
+    }
+}
+

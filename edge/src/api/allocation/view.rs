@@ -1,0 +1,226 @@
+//! An allocation as its user sees it (decisions 3, *Allocation*).
+
+use chrono::{DateTime, Utc};
+use domain::allocation::{Allocation, Phase};
+use domain::{Machine, Timestamp};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use crate::api::sku::PriceView;
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Allocation)]
+pub(in crate::api) struct AllocationView {
+    id: Uuid,
+    user_id: String,
+    org_id: Option<String>,
+    project_id: Option<String>,
+    /// The node that it is on, or was on last.
+    node_id: Option<Uuid>,
+    /// The SKU's name.
+    sku: String,
+    region_code: Option<String>,
+    gpu_count: u32,
+    /// The GPUs that it has, or had last.
+    devices: Vec<DeviceView>,
+    state: StateName,
+    /// Why it is in its state: a code or a sentence.
+    state_reason: String,
+    /// Why it could not be had, or failed; null where it did not.
+    failure: Option<FailureView>,
+    status_history: Vec<StatusView>,
+    /// The number of the clean-up attempt; 0 before the first.
+    attempt: u32,
+    /// How the node is cleaned after it.
+    isolation_model: String,
+    /// What it pays from its beginning to its end.
+    price: PriceView,
+    /// Until when it is billed. Null: this release does not bill.
+    billed_until: Option<DateTime<Utc>>,
+    /// What it has cost, in minor units. Null: this release does not bill.
+    cost_to_date_minor: Option<i64>,
+    /// Where to log in; null while there is nothing to log in to.
+    ssh: Option<SshView>,
+    /// What is known to be wrong with it; null where nothing is.
+    health: Option<HealthView>,
+    /// The end that its state must not outlive; null where it may last for ever.
+    deadline_at: Option<DateTime<Utc>>,
+    /// True past that end.
+    overdue: bool,
+    requested_at: DateTime<Utc>,
+    active_at: Option<DateTime<Utc>>,
+    release_requested_at: Option<DateTime<Utc>>,
+    released_at: Option<DateTime<Utc>>,
+    /// Raised by every change; the `ETag` too.
+    generation: i64,
+}
+
+/// The six states of an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = AllocationState)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum StateName {
+    Requested,
+    Provisioning,
+    Active,
+    Releasing,
+    ReleaseFailed,
+    Released,
+}
+
+/// A GPU as the node's driver names it.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Device)]
+pub(in crate::api) struct DeviceView {
+    index: u32,
+    uuid: String,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationFailure)]
+pub(in crate::api) struct FailureView {
+    /// The state in which it failed.
+    phase: String,
+    code: String,
+    message: String,
+    /// True where asking again may succeed.
+    retryable: bool,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationStatus)]
+pub(in crate::api) struct StatusView {
+    state: String,
+    at: DateTime<Utc>,
+    reason: String,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationSsh)]
+pub(in crate::api) struct SshView {
+    host: String,
+    port: u16,
+    username: String,
+    /// Of the keys that open it, in OpenSSH's `SHA256:` form.
+    key_fingerprints: Vec<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationHealth)]
+pub(in crate::api) struct HealthView {
+    status: &'static str,
+    message: String,
+}
+
+impl AllocationView {
+    pub(in crate::api) fn of(it: &Allocation, version: i64, now: Timestamp) -> Self {
+        let asked = it.asked.clone();
+        let (node_id, placed) = it.place().unzip();
+        let deadline = it.deadline();
+        let device = |device: &domain::event::Device| DeviceView { index: device.index, uuid: device.uuid.clone() };
+        Self {
+            id: it.id.0,
+            user_id: asked.user_id,
+            org_id: asked.org_id,
+            project_id: asked.project_id,
+            node_id: node_id.or(asked.node_id).map(|id| id.0),
+            sku: asked.sku,
+            region_code: placed.map(|placed| placed.region_code.clone()).or(asked.region_code),
+            gpu_count: asked.gpu_count,
+            devices: placed.into_iter().flat_map(|placed| &placed.devices).map(device).collect(),
+            state: StateName::of(it),
+            state_reason: it.history.last().map(|entry| entry.reason.clone()).unwrap_or_default(),
+            failure: it.failure.as_ref().map(|failure| FailureView {
+                phase: failure.phase.clone(),
+                code: failure.code.clone(),
+                message: failure.message.clone(),
+                retryable: failure.retryable,
+            }),
+            status_history: it
+                .history
+                .iter()
+                .map(|entry| StatusView { state: entry.state.clone(), at: entry.at, reason: entry.reason.clone() })
+                .collect(),
+            attempt: it.attempt(),
+            isolation_model: asked.isolation_model,
+            price: PriceView::from(&asked.price),
+            billed_until: None,
+            cost_to_date_minor: None,
+            ssh: SshView::of(it),
+            health: HealthView::of(it),
+            overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
+            deadline_at: deadline.map(|deadline| deadline.at),
+            requested_at: it.requested_at,
+            active_at: it.active_at,
+            release_requested_at: it.release_requested_at,
+            released_at: match it.phase {
+                Phase::Released { at, .. } => Some(at),
+                Phase::Requested { .. }
+                | Phase::Provisioning { .. }
+                | Phase::Active { .. }
+                | Phase::Releasing { .. }
+                | Phase::ReleaseFailed { .. } => None,
+            },
+            generation: version,
+        }
+    }
+}
+
+impl StateName {
+    const fn of(it: &Allocation) -> Self {
+        match it.phase {
+            Phase::Requested { .. } => Self::Requested,
+            Phase::Provisioning { .. } => Self::Provisioning,
+            Phase::Active { .. } => Self::Active,
+            Phase::Releasing { .. } => Self::Releasing,
+            Phase::ReleaseFailed { .. } => Self::ReleaseFailed,
+            Phase::Released { .. } => Self::Released,
+        }
+    }
+
+    /// As the machine calls it.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Requested => "requested",
+            Self::Provisioning => "provisioning",
+            Self::Active => "active",
+            Self::Releasing => "releasing",
+            Self::ReleaseFailed => "release_failed",
+            Self::Released => "released",
+        }
+    }
+}
+
+impl SshView {
+    fn of(it: &Allocation) -> Option<Self> {
+        match &it.phase {
+            Phase::Provisioning { placed, .. } | Phase::Active { placed, .. } => Some(Self {
+                host: placed.host.clone(),
+                port: placed.port,
+                username: placed.user_name.clone(),
+                key_fingerprints: it.asked.ssh_keys.iter().map(|key| key.fingerprint.clone()).collect(),
+            }),
+            Phase::Requested { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => None,
+        }
+    }
+}
+
+impl HealthView {
+    fn of(it: &Allocation) -> Option<Self> {
+        match &it.phase {
+            Phase::ReleaseFailed { reason, .. } => Some(Self {
+                status: "critical",
+                message: format!("Cleaning up after it failed ({reason}); it is not in use any more."),
+            }),
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::Released { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! A node as administrators see it (decisions 3, *Node*).
+
+use chrono::{DateTime, Utc};
+use domain::node::{HealthStatus, Node, OnboardingMode};
+use domain::{Machine, Timestamp};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::Mode;
+use crate::api::stored::Stored;
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Node)]
+pub(in crate::api) struct NodeView {
+    id: Uuid,
+    host: String,
+    port: u16,
+    ssh_username: String,
+    /// OpenSSH's `SHA256:` form.
+    ssh_key_fingerprint: String,
+    /// The SKU's name.
+    sku: String,
+    region_code: String,
+    gpus_total: u32,
+    /// How many GPUs a new allocation could get now: 0 where the node takes none.
+    gpus_free: u32,
+    onboarding_mode: Mode,
+    state: StateName,
+    state_reason: ReasonView,
+    state_entered_at: DateTime<Utc>,
+    /// The end that the state must not outlive; null where it may last for ever.
+    state_deadline_at: Option<DateTime<Utc>>,
+    /// True past that end.
+    overdue: bool,
+    /// Null where no probe was asked for.
+    probe: Option<ProbeView>,
+    health: HealthView,
+    /// Null before an agent was heard.
+    agent: Option<AgentView>,
+    /// Raised by every change; the `ETag` too.
+    generation: i64,
+    created_at: DateTime<Utc>,
+    updated_at: DateTime<Utc>,
+}
+
+/// A node's states, from its registration to its removal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = NodeState)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum StateName {
+    Registered,
+    BootstrapIssued,
+    Enrolling,
+    Active,
+    Offline,
+    Draining,
+    Quarantined,
+    Retired,
+    Removing,
+    Removed,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeReason)]
+pub(in crate::api) struct ReasonView {
+    code: String,
+    message: String,
+}
+
+/// What came of connecting to the node's address when it was registered.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeProbe)]
+pub(in crate::api) struct ProbeView {
+    result: ProbeResult,
+    checked_at: DateTime<Utc>,
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum ProbeResult {
+    Reachable,
+    Unreachable,
+}
+
+/// What the agent says of the machine.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeHealth)]
+pub(in crate::api) struct HealthView {
+    status: HealthName,
+    #[schema(value_type = Vec<Object>)]
+    alerts: Vec<Value>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeHealthStatus)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum HealthName {
+    /// Nothing was reported yet.
+    Unknown,
+    Ok,
+    Warning,
+    Critical,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeAgent)]
+pub(in crate::api) struct AgentView {
+    version: String,
+    protocol: u16,
+    /// Lags by up to a third of policy `node.offline_after_seconds`.
+    last_seen_at: DateTime<Utc>,
+    boot_id: String,
+    /// When the youngest of its certificates ends; null where it has none.
+    cert_not_after: Option<DateTime<Utc>>,
+}
+
+impl NodeView {
+    pub(in crate::api) fn of(stored: &Stored<Node>, now: Timestamp) -> Self {
+        let node = &stored.it;
+        let registration = node.registration.clone();
+        let deadline = node.deadline();
+        Self {
+            id: node.id.0,
+            host: registration.host,
+            port: registration.port,
+            ssh_username: registration.ssh_username,
+            ssh_key_fingerprint: registration.ssh_key_fingerprint,
+            sku: registration.sku.name,
+            region_code: registration.region_code,
+            gpus_total: registration.gpus_total,
+            gpus_free: node.gpus_free(),
+            onboarding_mode: match registration.onboarding_mode {
+                OnboardingMode::Manual => Mode::Manual,
+                OnboardingMode::Maas => Mode::Maas,
+            },
+            state: StateName::of(node),
+            state_reason: ReasonView { code: node.reason.code.clone(), message: node.reason.message.clone() },
+            state_entered_at: node.entered_at,
+            overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
+            state_deadline_at: deadline.map(|deadline| deadline.at),
+            probe: node.probe.as_ref().map(ProbeView::of),
+            health: HealthView { status: node.health.status.into(), alerts: node.health.alerts.clone() },
+            agent: AgentView::of(node),
+            generation: stored.version,
+            created_at: stored.created_at,
+            updated_at: stored.updated_at,
+        }
+    }
+}
+
+impl StateName {
+    const fn of(node: &Node) -> Self {
+        use domain::node::Life as L;
+        match node.life {
+            L::Registered => Self::Registered,
+            L::BootstrapIssued { .. } => Self::BootstrapIssued,
+            L::Enrolling { .. } => Self::Enrolling,
+            L::Active => Self::Active,
+            L::Offline => Self::Offline,
+            L::Draining { .. } => Self::Draining,
+            L::Quarantined { .. } => Self::Quarantined,
+            L::Retired => Self::Retired,
+            L::Removing { .. } => Self::Removing,
+            L::Removed => Self::Removed,
+        }
+    }
+
+    /// As the machine calls it.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Registered => "registered",
+            Self::BootstrapIssued => "bootstrap_issued",
+            Self::Enrolling => "enrolling",
+            Self::Active => "active",
+            Self::Offline => "offline",
+            Self::Draining => "draining",
+            Self::Quarantined => "quarantined",
+            Self::Retired => "retired",
+            Self::Removing => "removing",
+            Self::Removed => "removed",
+        }
+    }
+}
+
+impl ProbeView {
+    fn of(probe: &domain::node::Probe) -> Self {
+        Self {
+            result: if probe.reachable { ProbeResult::Reachable } else { ProbeResult::Unreachable },
+            checked_at: probe.checked_at,
+            error: probe.error.clone(),
+        }
+    }
+}
+
+impl AgentView {
+    fn of(node: &Node) -> Option<Self> {
+        let seen = node.seen.as_ref()?;
+        Some(Self {
+            version: seen.agent_version.clone(),
+            protocol: seen.protocol,
+            last_seen_at: seen.last_seen_at,
+            boot_id: seen.boot_id.clone(),
+            cert_not_after: node.identity.certificates.values().map(|certificate| certificate.not_after).max(),
+        })
+    }
+}
+
+impl From<HealthStatus> for HealthName {
+    fn from(status: HealthStatus) -> Self {
+        match status {
+            HealthStatus::Unknown => Self::Unknown,
+            HealthStatus::Ok => Self::Ok,
+            HealthStatus::Warning => Self::Warning,
+            HealthStatus::Critical => Self::Critical,
+        }
+    }
+}
