@@ -88,8 +88,8 @@ impl Explain for node::Rejection {
             R::NotFound => ApiError::not_found("node"),
             R::Exists => conflict("The node exists already."),
             R::WrongState { state, command } => {
-                let what = command.replace('_', " ");
-                ApiError::invalid_request(format!("A node that is {state} cannot {what}; {}", node_way(&command)))
+                let (done, way) = node_command(&command);
+                ApiError::invalid_request(format!("A node that is {state} cannot be {done}; {way}"))
                     .detail("state", state)
             }
             R::InUse { allocation_id } => ApiError::new(
@@ -98,18 +98,23 @@ impl Explain for node::Rejection {
             )
             .detail("allocation_id", allocation_id.to_string()),
             R::GpusDiffer { given, promised } => invalid(
-                format!("`gpus_total` is {given}, but a node of this SKU has {promised} GPUs; correct it or choose another SKU."),
+                format!(
+                    "`gpus_total` is {given}, but a node of this SKU has {promised} GPUs; correct it or choose another SKU."
+                ),
                 "gpus_total",
             ),
             R::RegionNotAllowed { region_code } => invalid(
                 format!("The SKU is not offered in region {region_code}; add the region to the SKU or choose another."),
                 "region_code",
             ),
-            R::VersionDiffers => conflict("The node has changed since the version in If-Match; read it again and repeat your change on it.")
-                .detail("field", "If-Match"),
-            R::NotInOrder { why } => {
-                conflict(format!("The node is not in order: {}. Repair it, wait for its next heartbeat and ask again.", why.trim_end_matches('.')))
-            }
+            R::VersionDiffers => conflict(
+                "The node has changed since the version in If-Match; read it again and repeat your change on it.",
+            )
+            .detail("field", "If-Match"),
+            R::NotInOrder { why } => conflict(format!(
+                "The node is not in order: {}. Repair it, wait for its next heartbeat and ask again.",
+                why.trim_end_matches('.')
+            )),
             rejection @ (R::TokenRefused { .. }
             | R::CertificateUnknown
             | R::CertificateExpired
@@ -124,15 +129,19 @@ impl Explain for node::Rejection {
     }
 }
 
-/// What has to be done first.
-fn node_way(command: &str) -> &'static str {
+/// What was to be done with a node, and what has to be done first.
+fn node_command(command: &str) -> (&'static str, &'static str) {
     match command {
-        "remove" => "retire it first.",
-        "retire" => "only a node that was active can be retired; one that never was can be removed.",
-        "reactivate" => "only a retired node can be reactivated.",
-        "release_quarantine" => "only a quarantined node can be released from quarantine.",
-        "issue_token" => "a first enrollment is for nodes that have not been active; register the machine as a new node.",
-        _ => "it is gone; register the machine as a new node.",
+        "remove" => ("removed", "retire it first."),
+        "retire" => ("retired", "only a node that was active can be; one that never was can be removed."),
+        "reactivate" => ("reactivated", "only a retired node can be."),
+        "release_quarantine" => ("released from quarantine", "only a quarantined node can be."),
+        "issue_token" => (
+            "given a first enrollment token",
+            "that is for nodes that have not been active. Register a new machine as a new node.",
+        ),
+        "quarantine" => ("quarantined", "it is gone."),
+        _ => ("changed", "it is gone. Register the machine as a new node."),
     }
 }
 
@@ -143,9 +152,11 @@ impl Explain for allocation::Rejection {
             R::NotFound => ApiError::not_found("allocation"),
             R::Exists => conflict("The allocation exists already."),
             R::WrongState { state, command } => {
-                let what = command.replace('_', " ");
-                conflict(format!("An allocation that is {state} cannot {what}; this is a way out of release_failed alone."))
-                    .detail("state", state)
+                let how = if command == "force_release" { "by force" } else { "by another try" };
+                conflict(format!(
+                    "An allocation that is {state} cannot be released {how}; this is a way out of release_failed alone."
+                ))
+                .detail("state", state)
             }
             R::GpuCount { max } => invalid(format!("`gpu_count` must be a whole number from 1 to {max}."), "gpu_count"),
             R::QueueSeconds { max } => {
@@ -162,7 +173,8 @@ impl Explain for sku::Rejection {
             R::NotFound => ApiError::not_found("SKU"),
             R::Exists => conflict("The SKU exists already."),
             R::WrongStatus { status, command } => {
-                conflict(format!("A SKU that is {status} cannot {command}; it was never active.")).detail("status", status)
+                let done = if command == "deactivate" { "deactivated; it was never active" } else { "changed so" };
+                conflict(format!("A SKU that is {status} cannot be {done}.")).detail("status", status)
             }
         }
     }
@@ -214,7 +226,8 @@ mod tests {
         let id = Uuid::from_u128(7);
         let text = || "why".to_owned();
         let mut table = String::new();
-        let wrong = |state: &str, command: &str| node::Rejection::WrongState { state: state.into(), command: command.into() };
+        let wrong =
+            |state: &str, command: &str| node::Rejection::WrongState { state: state.into(), command: command.into() };
         for rejection in [
             node::Rejection::NotFound,
             node::Rejection::Exists,

@@ -206,20 +206,33 @@ fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
         }
     };
     let answer = ApiError::invalid_request(reason).detail("line", line).detail("column", column);
-    if path == "." { answer } else { answer.detail("field", printable(path)) }
+    // "?": the text is broken before a field has a name.
+    if matches!(path, "." | "?") { answer } else { answer.detail("field", printable(path)) }
 }
 
 /// serde's words without the offending value and without the position.
 fn without_value(message: &str) -> String {
     let message = message.rsplit_once(" at line ").map_or(message, |(before, _)| before);
+    if message.starts_with("UUID parsing failed") {
+        return "expected a UUID".to_owned();
+    }
     for kind in ["invalid type", "invalid value", "invalid length", "unknown variant"] {
         if message.starts_with(kind)
             && let Some((_, expected)) = message.rsplit_once(", expected ")
         {
-            return format!("{kind}, expected {}", printable(expected));
+            return format!("{kind}, expected {}", in_words_of_json(expected));
         }
     }
     printable(message)
+}
+
+/// What serde expects, without the names of our types.
+fn in_words_of_json(expected: &str) -> String {
+    match expected {
+        "a sequence" => "a list".to_owned(),
+        other if other.starts_with("struct ") => "an object with named fields".to_owned(),
+        other => printable(other),
+    }
 }
 
 /// Text of the caller's, made safe to show: bounded, without control characters.

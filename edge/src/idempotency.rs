@@ -49,7 +49,9 @@ impl IdempotencyKey {
     /// What is missing where a key must be.
     #[must_use]
     pub fn required() -> ApiError {
-        refuse("is required here: send a value of your own that is new for every request and the same for its repetitions, such as a UUID")
+        refuse(
+            "is required here: send a value of your own that is new for every request and the same for its repetitions, such as a UUID",
+        )
     }
 }
 
@@ -81,12 +83,7 @@ impl RequestLine {
     ///
     /// # Errors
     /// `internal_error` where the body cannot be written down.
-    pub fn command(
-        &self,
-        by: &Principal,
-        key: &IdempotencyKey,
-        body: &impl Serialize,
-    ) -> Result<CommandKey, ApiError> {
+    pub fn command(&self, by: &Principal, key: &IdempotencyKey, body: &impl Serialize) -> Result<CommandKey, ApiError> {
         let body = serde_json::to_vec(body).map_err(ApiError::internal)?;
         let digest = digest_of(&[self.method.as_str().as_bytes(), self.path.as_bytes(), &body]);
         Ok(CommandKey::repeatable(self.command_id(by, key), digest))
@@ -144,8 +141,7 @@ mod tests {
     #[test]
     fn what_is_no_key_is_refused() {
         let long = "k".repeat(256);
-        let wrong: [&[&[u8]]; 5] =
-            [&[b""], &[b"\"\""], &[long.as_bytes()], &["ключ".as_bytes()], &[b"one", b"two"]];
+        let wrong: [&[&[u8]]; 5] = [&[b""], &[b"\"\""], &[long.as_bytes()], &["ключ".as_bytes()], &[b"one", b"two"]];
         for wrong in wrong {
             let error = IdempotencyKey::of(&headers(wrong)).unwrap_err();
             assert_eq!(error.details()["field"], "Idempotency-Key");
@@ -160,7 +156,10 @@ mod tests {
             line(path).command(by, &key(name), &body).unwrap()
         };
         assert_eq!(command(&by, "/api/v1/things/1", "k", json!({"a": 1})), first);
-        for reused in [command(&by, "/api/v1/things/2", "k", json!({"a": 1})), command(&by, "/api/v1/things/1", "k", json!({"a": 2}))] {
+        for reused in [
+            command(&by, "/api/v1/things/2", "k", json!({"a": 1})),
+            command(&by, "/api/v1/things/1", "k", json!({"a": 2})),
+        ] {
             assert_eq!(reused.id, first.id);
             assert_ne!(reused.digest, first.digest);
         }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+pub(crate) mod postgres;
+
 use axum::response::Response;
 use serde_json::Value;
 

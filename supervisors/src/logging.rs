@@ -1,6 +1,8 @@
 //! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
 
+use json_subscriber::JsonLayer;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::time::SystemTime;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
@@ -13,12 +15,13 @@ const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
 /// Where logging was started before.
 pub fn start() -> anyhow::Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
-    let lines = tracing_subscriber::fmt::layer()
-        .json()
-        .flatten_event(true)
-        .with_current_span(true)
-        .with_span_list(false)
-        .with_writer(std::io::stderr);
+    let mut lines = JsonLayer::stderr();
+    lines.with_timer("timestamp", SystemTime);
+    lines.with_level("level");
+    lines.with_target("target");
+    // A request's or worker's fields stand beside the event's own: `service`, `correlation_id`, `org_id`, `resource_name`, ….
+    lines.with_flattened_event();
+    lines.with_top_level_flattened_span_list();
     tracing_subscriber::registry().with(filter).with(lines).try_init()?;
     Ok(())
 }

@@ -13,6 +13,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
 /// What a worker does, started anew at each restart.
 pub type Work = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
@@ -86,6 +87,7 @@ impl Supervisor {
             // Its end is what starts it again.
             Some(actor) => actor.stop(Some("restarted by an operator".to_owned())),
             None => {
+                entry.enter("backing_off");
                 drop(book);
                 self.order(name);
             }
@@ -277,18 +279,19 @@ impl Actor for Worker {
     async fn pre_start(
         &self,
         myself: ActorRef<Finished>,
-        work: Work,
+        begin: Work,
     ) -> Result<AbortOnDropHandle<()>, ActorProcessingErr> {
         let name = self.name;
-        Ok(AbortOnDropHandle::new(tokio::spawn(async move {
-            let how = match AssertUnwindSafe(work()).catch_unwind().await {
+        let work = async move {
+            let how = match AssertUnwindSafe(begin()).catch_unwind().await {
                 Ok(Ok(())) => "it came to an end".to_owned(),
                 Ok(Err(error)) => format!("{error:#}"),
                 Err(panic) => format!("it panicked: {}", panic_text(&*panic)),
             };
             tracing::debug!(worker = name, "{how}");
             let _ = myself.cast(Finished(how));
-        })))
+        };
+        Ok(AbortOnDropHandle::new(tokio::spawn(work.instrument(tracing::info_span!("worker", service = name)))))
     }
 
     async fn handle(

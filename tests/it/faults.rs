@@ -65,7 +65,6 @@ async fn die_after(
     let until = Instant::now() + PATIENCE;
     while world.steps_so_far(kind, command).await == before {
         assert!(Instant::now() < until, "{kind} {command} was never committed");
-        assert!(!story.is_finished(), "the story went by without {kind} {command}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     let victim = victim(world);

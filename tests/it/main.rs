@@ -4,6 +4,7 @@
 mod cluster;
 mod enrollment;
 mod faults;
+mod harness;
 mod input;
 mod main_job;
 mod openapi;

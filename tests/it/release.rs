@@ -36,6 +36,8 @@ async fn what_cannot_be_provisioned_is_released_with_its_failure_and_the_node_is
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_not_provisioned_in_time_is_given_up_and_cleaned_up() {
     let mut world = World::plan().policy("allocation.provisioning_timeout_seconds", 5).start().await;
+    // The agent wakes with a task in its hands that is over.
+    world.expects_error("task_expired");
     let node = world.node("h100").await;
     world.lose_agent(&node);
     let allocation = world.rent("h100", 4).await;

@@ -101,7 +101,6 @@ fn no_source_names_a_machine_or_a_registry() {
         ["registry.", "npm"],
         ["docker", ".io"],
         ["ghcr", ".io"],
-        ["index.crates", ""],
         ["arti", "factory"],
     ]
     .map(|parts| parts.concat());

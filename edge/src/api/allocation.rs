@@ -21,7 +21,7 @@ use uuid::Uuid;
 pub(super) use events::*;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
-use super::field::{GpuCount, Label, ProjectId, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
+use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
 use super::sku;
 use super::ssh_key::tenant_of;
 use super::stored::{self, Stored, etag, find, wait_until};
@@ -48,7 +48,7 @@ pub(super) struct NewAllocation {
     /// All on one node.
     gpu_count: GpuCount,
     /// The project of the access token.
-    project_id: Option<ProjectId>,
+    project_id: Option<ClaimId>,
     /// Which of your SSH keys open it; your default key where it is left out.
     #[serde(default, deserialize_with = "set_or_none::<_, _, 32>")]
     #[schema(max_items = 32)]
@@ -64,12 +64,6 @@ pub(super) struct NewRelease {
     issue: Option<Reason>,
 }
 
-#[derive(Debug, Deserialize, Serialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Rescue {
-    reason: Reason,
-}
-
 /// Which allocations.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -79,7 +73,7 @@ pub(super) struct AllocationFilter {
     /// A SKU's name or id.
     sku: Option<SkuRef>,
     /// Whose; anybody's for administrators, your own otherwise.
-    user_id: Option<Label>,
+    user_id: Option<ClaimId>,
 }
 
 /// Your allocations, oldest first; everybody's for administrators.
@@ -102,8 +96,10 @@ pub(super) async fn list(
     Ok(Json(stored::answer(&page, rows, |stored| AllocationView::of(&stored.it, stored.version, now))))
 }
 
-/// Rents GPUs. The answer comes once a node holds them, or with the reason why none does; with `queue_seconds`, or where that takes
-/// longer than 5 s, the allocation is answered as `requested`.
+/// Rents GPUs.
+///
+/// The answer comes once a node holds them, or with the reason why none does; with `queue_seconds`, or where that takes longer
+/// than 5 s, the allocation is answered as `requested`.
 #[utoipa::path(
     post,
     path = "/",
@@ -120,7 +116,8 @@ pub(super) async fn create(
     let request = request(&services, &asking, &new).await?;
     let command = Command::Request(Box::new(request));
     let answered = asking.ask::<Allocation>(asking.id_of_new(), command, &new).await?;
-    let is_answered = |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
+    let is_answered =
+        |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
     // A repetition is answered with what the first request made.
     let id = answered.reply.id.0;
     let found = wait_until(&services, id, FIRST_ANSWER_WITHIN, is_answered).await?;
@@ -143,7 +140,9 @@ pub(super) async fn get(
     Ok(shown(&services, StatusCode::OK, Replayed(false), &it, version))
 }
 
-/// Gives an allocation back, or cancels it. Asking twice is asking once.
+/// Gives an allocation back, or cancels it.
+///
+/// Asking twice is asking once.
 #[utoipa::path(
     post,
     path = "/",
@@ -162,23 +161,23 @@ pub(super) async fn release(
 }
 
 /// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Rescue, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Because, responses((status = 202, description = "The allocation.", body = AllocationView)))]
 pub(super) async fn retry_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Rescue>,
+    body::Json(why): body::Json<Because>,
 ) -> Result<Response, ApiError> {
     accepted(&services, asking, id, Command::RetryRelease { reason: why.reason.to_string() }, &why).await
 }
 
 /// Ends a failed release without a clean-up proof. The node is quarantined.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Rescue, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Because, responses((status = 202, description = "The allocation.", body = AllocationView)))]
 pub(super) async fn force_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Rescue>,
+    body::Json(why): body::Json<Because>,
 ) -> Result<Response, ApiError> {
     accepted(&services, asking, id, Command::ForceRelease { reason: why.reason.to_string() }, &why).await
 }
@@ -213,7 +212,9 @@ fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>
     let own = &asking.caller.user_id;
     match wanted {
         wanted if asking.is_admin() => Ok(wanted.map(str::to_owned)),
-        Some(other) if other != own => Err(ApiError::forbidden("Only administrators see other people's allocations; leave `user_id` out.")),
+        Some(other) if other != own => {
+            Err(ApiError::forbidden("Only administrators see other people's allocations; leave `user_id` out."))
+        }
         Some(_) | None => Ok(Some(own.clone())),
     }
 }
@@ -222,7 +223,9 @@ fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>
 async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> Result<Request, ApiError> {
     let caller = &asking.caller;
     if new.project_id.as_deref().is_some_and(|project| caller.project_id.as_deref() != Some(project)) {
-        return Err(ApiError::forbidden("Your access token is not for this project; get one that is, or leave `project_id` out."));
+        return Err(ApiError::forbidden(
+            "Your access token is not for this project; get one that is, or leave `project_id` out.",
+        ));
     }
     let (sku, ssh_keys) =
         tokio::try_join!(sku::active(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
@@ -262,8 +265,10 @@ async fn ssh_keys(services: &Services, asking: &Asking, ids: Option<&[Uuid]>) ->
     let named = |id: &Uuid| tenant.as_ref().and_then(|tenant| tenant.keys.get(&SshKeyId(*id)));
     let keys: Option<Vec<_>> = ids.iter().map(|id| named(id).map(|key| key.authorized())).collect();
     keys.ok_or_else(|| {
-        ApiError::invalid_request("One of `ssh_key_ids` is not a key of yours; GET /api/v1/ssh-keys lists those there are.")
-            .detail("field", "ssh_key_ids")
+        ApiError::invalid_request(
+            "One of `ssh_key_ids` is not a key of yours; GET /api/v1/ssh-keys lists those there are.",
+        )
+        .detail("field", "ssh_key_ids")
     })
 }
 
@@ -273,9 +278,7 @@ fn refusal(allocation: &Allocation) -> Option<ApiError> {
     if phase != "requested" {
         return None;
     }
-    let error = |code| {
-        Some(ApiError::new(code, message.clone()).detail("allocation_id", allocation.id.to_string()))
-    };
+    let error = |code| Some(ApiError::new(code, message.clone()).detail("allocation_id", allocation.id.to_string()));
     match code.as_str() {
         "insufficient_capacity" => {
             error(Code::InsufficientCapacity).map(|error| error.detail("suggestion", message.clone()))
@@ -295,4 +298,3 @@ fn last_event_id(headers: &axum::http::HeaderMap) -> Result<i64, ApiError> {
             .detail("field", "Last-Event-ID")
     })
 }
-

@@ -183,8 +183,9 @@ impl Asking {
         once: impl FnOnce(Asked) -> Asked,
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         self.scope.record_resource(format_args!("{}/{id}", M::KIND));
-        let permit = authorize(&self.principal(), command.action())
-            .map_err(|denied| ApiError::forbidden("Your role does not allow this; ask an administrator.").because(denied))?;
+        let permit = authorize(&self.principal(), command.action()).map_err(|denied| {
+            ApiError::forbidden("Your role does not allow this; ask an administrator.").because(denied)
+        })?;
         let deadline = self.services.world.now() + ASK_WITHIN;
         let traceparent = self.scope.trace.as_ref().map(crate::correlation::Trace::traceparent);
         let asked = once(Asked::new(&permit, self.scope.correlation_id.as_str(), deadline).traced(traceparent));

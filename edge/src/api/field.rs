@@ -16,12 +16,6 @@ macro_rules! texts {
         #[serde(transparent)]
         pub(crate) struct $name(String);
 
-        impl $name {
-            pub(crate) fn into_string(self) -> String {
-                self.0
-            }
-        }
-
         impl Deref for $name {
             type Target = str;
             fn deref(&self) -> &str {
@@ -110,7 +104,8 @@ impl Visitor<'_> for Whole {
     }
 
     fn visit_u64<E: Error>(self, number: u64) -> Result<i64, E> {
-        let signed = i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
+        let signed =
+            i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
         self.visit_i64(signed)
     }
 }
@@ -150,8 +145,8 @@ texts! {
             && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// One public key in OpenSSH's text form, as it stands in a `.pub` file: type, base64, perhaps a comment; no options.
     PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
-    /// The id of a project, as the access token names it.
-    ProjectId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// An id of the identity provider, as the access token names it.
+    ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
@@ -176,31 +171,39 @@ numbers! {
     PriceMinor: i64, 0 to 10000000;
 }
 
-/// Reads a list of at most `MAX` different items.
+/// Why an administrator does something.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Because {
+    pub(crate) reason: Reason,
+}
+
+/// Reads a list of at most `MAX` items; one that is there twice counts once.
 pub(crate) fn set<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
-    T: Deserialize<'de> + Ord,
+    T: Deserialize<'de> + PartialEq,
 {
     let items = Vec::<T>::deserialize(deserializer)?;
     if items.len() > MAX {
         return Err(D::Error::custom(format!("expected at most {MAX} items")));
     }
-    let different: std::collections::BTreeSet<_> = items.iter().collect();
-    if different.len() != items.len() {
-        return Err(D::Error::custom("expected items that are all different"));
-    }
-    Ok(items)
+    Ok(items.into_iter().fold(Vec::new(), |mut different, item| {
+        if !different.contains(&item) {
+            different.push(item);
+        }
+        different
+    }))
 }
 
 /// As [`set`], where the list may be left out.
 pub(crate) fn set_or_none<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Option<Vec<T>>, D::Error>
 where
     D: Deserializer<'de>,
-    T: Deserialize<'de> + Ord,
+    T: Deserialize<'de> + PartialEq,
 {
     struct Given<T, const MAX: usize>(Vec<T>);
-    impl<'de, T: Deserialize<'de> + Ord, const MAX: usize> Deserialize<'de> for Given<T, MAX> {
+    impl<'de, T: Deserialize<'de> + PartialEq, const MAX: usize> Deserialize<'de> for Given<T, MAX> {
         fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
             set::<D, T, MAX>(deserializer).map(Self)
         }
@@ -237,6 +240,7 @@ mod tests {
             r#"{"port":65535}"#.into(),
             r#"{"name":"h100x4.b-2"}"#.into(),
             r#"{"list":null}"#.into(),
+            r#"{"list":["a","a"]}"#.into(),
         ] {
             parse_json::<Request>(body.as_bytes()).unwrap_or_else(|error| panic!("{body}: {error}"));
         }
@@ -262,7 +266,6 @@ mod tests {
             r#"{"port":99999999999999999999999}"#,
             r#"{"port":1e400}"#,
             r#"{"list":["a","b","c"]}"#,
-            r#"{"list":["a","a"]}"#,
             r#"{"list":"a"}"#,
             r#"{"other":1}"#,
         ]

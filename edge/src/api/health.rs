@@ -24,7 +24,9 @@ pub(super) async fn healthz() -> Json<Health> {
     Json(Health { status: "ok", version: env!("CARGO_PKG_VERSION") })
 }
 
-/// Whether the process can serve. While it cannot, the answer is an error with the checks in its details.
+/// Whether the process can serve.
+///
+/// While it cannot, the answer is an error with the checks in its details.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "It can serve.", body = Readiness)))]
 pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
     let readiness = services.runtime.readiness().await;
@@ -35,7 +37,8 @@ pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Read
         return Ok(Json(readiness));
     }
     let checks = serde_json::to_value(&readiness.checks).map_err(ApiError::internal)?;
-    let failing = readiness.checks.iter().filter(|(_, check)| *check != "ok").map(|(name, check)| format!("{name}: {check}"));
+    let failing =
+        readiness.checks.iter().filter(|(_, check)| *check != "ok").map(|(name, check)| format!("{name}: {check}"));
     let failing = failing.collect::<Vec<_>>().join(", ");
     Err(ApiError::new(Code::ServiceUnavailable, "This process cannot serve at the moment; details.checks says why.")
         .detail("checks", checks)

@@ -20,7 +20,7 @@ use uuid::Uuid;
 pub(super) use tasks::*;
 
 use super::asking::{Asking, ByAdmin, replayed};
-use super::field::{GpuCount, HostName, LoginName, Port, PublicKeyText, Reason, RegionCode, SkuRef, TokenTtl};
+use super::field::{Because, GpuCount, HostName, LoginName, Port, PublicKeyText, Reason, RegionCode, SkuRef, TokenTtl};
 use super::sku;
 use super::stored::{self, Stored, etag, find, if_match, wait_until};
 use crate::answer::not_answered;
@@ -61,6 +61,7 @@ pub(super) struct NewNode {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = OnboardingMode)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Mode {
     /// An operator installs the bundle.
@@ -93,12 +94,6 @@ pub(super) struct IssuedToken {
     /// Everything that the node's agent is set up with. It holds the token: it is shown once and stored nowhere.
     #[schema(value_type = Object)]
     bootstrap_bundle: wire::bundle::BootstrapBundle,
-}
-
-#[derive(Debug, Deserialize, Serialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Because {
-    reason: Reason,
 }
 
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -139,7 +134,9 @@ pub(super) async fn list(
     Ok(Json(stored::answer(&page, rows, |stored| NodeView::of(&stored, now))))
 }
 
-/// Registers a machine as a node. Issue an enrollment token for it next.
+/// Registers a machine as a node.
+///
+/// Issue an enrollment token for it next.
 #[utoipa::path(post, path = "/", request_body = NewNode, responses((status = 201, description = "The node.", body = NodeView)))]
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
@@ -214,8 +211,9 @@ pub(super) async fn revise(
     shown(&services, &asking, StatusCode::OK, answered).await
 }
 
-/// Issues a single-use enrollment token, which voids an earlier one. The answer is a secret: it is stored nowhere, so a repetition
-/// issues a new token whatever its `Idempotency-Key`.
+/// Issues a single-use enrollment token, which voids an earlier one.
+///
+/// The answer is a secret: it is stored nowhere, so a repetition issues a new token whatever its `Idempotency-Key`.
 #[utoipa::path(
     post,
     path = "/",
@@ -242,7 +240,9 @@ pub(super) async fn issue_token(
     Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
 }
 
-/// Takes a node out of service. Refused while an allocation is on it, unless it is to be drained.
+/// Takes a node out of service.
+///
+/// Refused while an allocation is on it, unless it is to be drained.
 #[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Retirement, responses((status = 200, description = "The node.", body = NodeView)))]
 pub(super) async fn retire(
     by: ByAdmin,
@@ -265,7 +265,9 @@ pub(super) async fn reactivate(
     order(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }, &why).await
 }
 
-/// Takes a node out of rent until it is found in order. Its tenants stay.
+/// Takes a node out of rent until it is found in order.
+///
+/// Its tenants stay.
 #[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Because, responses((status = 200, description = "The node.", body = NodeView)))]
 pub(super) async fn quarantine(
     by: ByAdmin,
@@ -287,7 +289,9 @@ pub(super) async fn release_quarantine(
     order(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }, &why).await
 }
 
-/// Removes a retired node for good: its identity, tokens and connections are void at once, on every replica.
+/// Removes a retired node for good.
+///
+/// Its identity, tokens and connections are void at once, on every replica.
 #[utoipa::path(
     post,
     path = "/",
@@ -360,11 +364,8 @@ async fn probed(services: &Services, host: &Host, port: u16) -> Result<Probe, Ap
 }
 
 fn no_provider() -> ApiError {
-    ApiError::new(
-        Code::ServiceUnavailable,
-        "This installation has no bare-metal provider; use onboarding_mode manual.",
-    )
-    .detail("field", "onboarding_mode")
+    ApiError::new(Code::ServiceUnavailable, "This installation has no bare-metal provider; use onboarding_mode manual.")
+        .detail("field", "onboarding_mode")
 }
 
 fn unexpected() -> ApiError {

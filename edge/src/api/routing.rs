@@ -17,6 +17,9 @@ use crate::services::Services;
 /// The name of the security scheme in the description.
 const BEARER: &str = "bearer";
 
+/// How handlers describe a body that may be left out.
+const OPTIONAL: &str = "May be left out.";
+
 /// Who may use a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Who {
@@ -141,7 +144,10 @@ fn describe(operation: &mut Operation, row: &Row) {
             operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, [])]);
         }
     }
-    if operation.request_body.is_some() {
+    if let Some(RefOr::T(body)) = &mut operation.request_body {
+        if body.description.as_deref() == Some(OPTIONAL) {
+            body.required = Some(Required::False);
+        }
         codes.extend([Code::InvalidRequest, Code::PayloadTooLarge, Code::UnsupportedMediaType]);
     }
     if operation.parameters.as_ref().is_some_and(|parameters| !parameters.is_empty()) {

@@ -47,7 +47,9 @@ pub(super) struct Restarted {
     restarted: bool,
 }
 
-/// The supervision tree of the whole cluster. Without a filter: a summary, and what needs an operator.
+/// The supervision tree of the whole cluster.
+///
+/// Without a filter: a summary, and what needs an operator.
 #[utoipa::path(get, path = "/", params(TreeFilter), responses((status = 200, description = "The tree.", body = Tree)))]
 pub(super) async fn tree(
     _: ByAdmin,
@@ -71,10 +73,7 @@ pub(super) async fn tree(
 
 /// The members of the cluster and what each owns.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The members.", body = ClusterReport)))]
-pub(super) async fn cluster(
-    _: ByAdmin,
-    State(services): State<Services>,
-) -> Result<Json<ClusterReport>, ApiError> {
+pub(super) async fn cluster(_: ByAdmin, State(services): State<Services>) -> Result<Json<ClusterReport>, ApiError> {
     Ok(Json(services.runtime.cluster().await?))
 }
 
@@ -98,7 +97,9 @@ pub(super) async fn entity(
     Ok(Json(EntityReport { entity, history: history.items.into_iter().map(Transition::from).collect() }))
 }
 
-/// Forgets an entity's failures and starts it anew, wherever it lives. Asking twice is asking once.
+/// Forgets an entity's failures and starts it anew, wherever it lives.
+///
+/// Asking twice is asking once.
 #[utoipa::path(
     post,
     path = "/",

@@ -194,7 +194,9 @@ pub(super) async fn list(
     Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
 }
 
-/// Puts a SKU into the catalog, as a draft. Nodes and allocations may refer to it once it is active.
+/// Puts a SKU into the catalog, as a draft.
+///
+/// Nodes and allocations may refer to it once it is active.
 #[utoipa::path(post, path = "/", request_body = NewSku, responses((status = 201, description = "The SKU.", body = SkuView)))]
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
@@ -257,7 +259,9 @@ pub(super) async fn activate(
     Ok(decided(&asking.ask::<Sku>(id, command, &decision).await?))
 }
 
-/// Takes a SKU out of the offer. What runs goes on.
+/// Takes a SKU out of the offer.
+///
+/// What runs goes on.
 #[utoipa::path(
     post,
     path = "/",

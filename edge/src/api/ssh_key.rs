@@ -82,7 +82,9 @@ pub(super) async fn list(
     Ok(Json(page.answer(keys, place, |key| view(key, owner))))
 }
 
-/// Registers a public key. The first one is the default.
+/// Registers a public key.
+///
+/// The first one is the default.
 #[utoipa::path(post, path = "/", request_body = NewSshKey, responses((status = 201, description = "The key.", body = SshKeyView)))]
 pub(super) async fn add(
     ByUser(asking): ByUser,
@@ -103,7 +105,9 @@ pub(super) async fn add(
     Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
 }
 
-/// Deletes a key. Where it was the default, the oldest other one is from now on.
+/// Deletes a key.
+///
+/// Where it was the default, the oldest other one is from now on.
 #[utoipa::path(
     delete,
     path = "/",
@@ -123,10 +127,7 @@ pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Resu
     params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
-pub(super) async fn make_default(
-    ByUser(asking): ByUser,
-    Path(id): Path<Uuid>,
-) -> Result<impl IntoResponse, ApiError> {
+pub(super) async fn make_default(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<impl IntoResponse, ApiError> {
     let command = Command::MakeDefault { key: SshKeyId(id) };
     let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &()).await?;
     let replayed = replayed(&answered);

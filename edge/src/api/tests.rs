@@ -1,1 +1,12 @@
+//! The public API as it is served: its router over the actors and a real Postgres, with an identity provider on loopback.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod allocations;
+mod contract;
+mod inputs;
+mod nodes;
+mod people;
+mod repetitions;
+mod skus;
+mod ssh_keys;
+mod world;

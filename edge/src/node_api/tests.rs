@@ -4,7 +4,6 @@
 pub(crate) mod agent;
 mod enrolling;
 mod identity;
-mod postgres;
 mod reporting;
 mod store;
 mod waiting;

@@ -78,7 +78,13 @@ impl Owner {
             if n % 2 == 0 {
                 let before = Instant::now();
                 match tokio::time::timeout(SILENCE, self.cluster.beat(&self.view.me)).await {
-                    Ok(Ok(())) => self.view.note(|seen| seen.renewed_at = Some(before)),
+                    Ok(Ok(())) => {
+                        // The first time the others know of this member: it can take its share now.
+                        if self.view.seen().renewed_at.is_none() {
+                            self.look.notify_one();
+                        }
+                        self.view.note(|seen| seen.renewed_at = Some(before));
+                    }
                     Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
                     Err(_) => tracing::warn!("Postgres did not answer a renewal in time"),
                 }

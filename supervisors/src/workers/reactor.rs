@@ -4,10 +4,10 @@
 //! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
 
 use super::provisioning::Placer;
+use super::relay::make_streams;
 use crate::cluster::bus::Bus;
 use actors::place::id_of_name;
 use actors::{AskError, Asked, CommandKey, Directory, Host};
-use anyhow::Context as _;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};
@@ -129,7 +129,8 @@ impl Reactor {
     /// Where the consumer cannot be made or ends.
     pub async fn consume(&self, bus: &Bus, stream: Stream) -> anyhow::Result<()> {
         let context = jetstream::new(bus.client().clone());
-        let stream_of = context.get_stream(stream.name()).await.context("the stream is not there yet")?;
+        make_streams(&context).await?;
+        let stream_of = context.get_stream(stream.name()).await?;
         let name = format!("{}-reactions", stream.name().to_lowercase());
         let config = pull::Config {
             durable_name: Some(name.clone()),

@@ -129,7 +129,11 @@ pub fn cloud_event(row: &OutboxRow) -> String {
     .to_string()
 }
 
-async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
+/// Makes the streams, where they are missing. Whoever publishes or consumes does so first.
+///
+/// # Errors
+/// Where JetStream cannot be reached.
+pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
     for stream in Stream::ALL {
         let config = Config {
             name: stream.name().to_owned(),

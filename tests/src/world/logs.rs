@@ -42,3 +42,22 @@ impl Log {
         self.text.lines().filter(wanted).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_a_line_of_that_level_or_no_structured_line_at_all() {
+        let lines = [
+            r#"{"level":"INFO","message":"said ERROR, meant nothing"}"#,
+            r#"{"level":"ERROR","message":"lost"}"#,
+            r#"{"level":"WARN","message":"late"}"#,
+            "thread 'main' panicked",
+            "",
+        ];
+        let log = Log { name: "a".to_owned(), text: lines.join("\n") };
+        assert_eq!(log.errors(), [lines[1], lines[3]]);
+        assert_eq!(log.lines_at_or_above_warn(), [lines[1], lines[2], lines[3]]);
+    }
+}

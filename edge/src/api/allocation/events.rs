@@ -57,8 +57,10 @@ pub(in crate::api) struct Transition {
     reason: String,
 }
 
-/// The allocation's transitions, those of the past first, as server-sent events named `transition`. The stream goes on after
-/// `Last-Event-ID`. It ends after `released`, and when the access token ends.
+/// The allocation's transitions as server-sent events.
+///
+/// Those of the past come first, each named `transition`. The stream goes on after `Last-Event-ID`. It ends after `released`, and
+/// when the access token ends.
 #[utoipa::path(
     get,
     path = "/",
@@ -79,7 +81,8 @@ pub(in crate::api) async fn events(
     let after = last_event_id(&headers)?;
     let place = places.try_acquire_owned().map_err(|_| ApiError::overloaded().because("too many event streams"))?;
     let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
-    let telling = Telling { services, id, after, end: Instant::now() + left, ready: VecDeque::new(), over: false, _place: place };
+    let telling =
+        Telling { services, id, after, end: Instant::now() + left, ready: VecDeque::new(), over: false, _place: place };
     let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
     Ok(Sse::new(futures::stream::unfold(telling, Telling::next)).keep_alive(keep_alive))
 }
@@ -110,7 +113,8 @@ impl Telling {
             }
             let change = changes.next();
             // Where the history cannot be read now, the client comes again with the last id.
-            self.ready = self.unseen().await.inspect_err(|error| tracing::warn!(%error, "an event stream ends")).ok()?;
+            self.ready =
+                self.unseen().await.inspect_err(|error| tracing::warn!(%error, "an event stream ends")).ok()?;
             if self.ready.is_empty() {
                 tokio::select! {
                     () = change.wait(self.end) => {}
@@ -158,4 +162,3 @@ impl Telling {
         Event::default().event("transition").id(id).data(data)
     }
 }
-

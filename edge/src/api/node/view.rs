@@ -79,6 +79,7 @@ pub(in crate::api) struct ProbeView {
 }
 
 #[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeProbeResult)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum ProbeResult {
     Reachable,

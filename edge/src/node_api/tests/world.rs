@@ -1,7 +1,7 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
 use super::agent::{Agent, Applicant, enrollment, recovery_key};
-use super::postgres::{Durable, Postgres};
+use crate::testing::postgres::{Durable, Postgres};
 use super::store::Memory;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};

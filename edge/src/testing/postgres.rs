@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-pub(super) struct Postgres {
+pub(crate) struct Postgres {
     dir: tempfile::TempDir,
     child: Child,
 }
 
 impl Postgres {
     /// An empty server in a folder of its own, without a network address.
-    pub(super) fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let dir = tempfile::Builder::new().prefix("gpuaas-pg").tempdir_in("/tmp").unwrap();
         if let Some(owner) = server_user() {
             std::os::unix::fs::chown(dir.path(), Some(owner), Some(owner)).unwrap();
@@ -55,7 +55,7 @@ impl Postgres {
         Self { dir, child }
     }
 
-    pub(super) fn config(&self) -> PoolConfig {
+    pub(crate) fn config(&self) -> PoolConfig {
         let url = format!("postgres://svc@localhost/postgres?host={}", self.dir.path().display());
         PoolConfig::new(url.into(), None)
     }
@@ -95,9 +95,9 @@ fn program(name: &str) -> PathBuf {
     on_path.chain(installed).map(|dir| dir.join(name)).find(|path| path.exists()).unwrap_or_else(|| panic!("no {name}"))
 }
 
-pub(super) struct Durable {
-    pub(super) committer: Committer,
-    pub(super) reads: Reads,
+pub(crate) struct Durable {
+    pub(crate) committer: Committer,
+    pub(crate) reads: Reads,
 }
 
 impl Store for Durable {

@@ -1,0 +1,247 @@
+//! Onboarding and the inventory.
+
+use super::world::{Answer, World, node_body};
+use axum::http::Method;
+use chrono::TimeDelta;
+use domain::node::{Command, Life, Node, Reply};
+use domain::{AllocationId, Principal};
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+fn because() -> Value {
+    json!({"reason": "a test wants it"})
+}
+
+#[tokio::test]
+async fn a_node_is_registered_read_changed_and_listed() {
+    let world = World::new().await;
+    let sku = world.sku("h100x4", 4).await;
+    let created = world.post("/api/v1/admin/nodes").admin().json(&node_body(&sku, 4)).send().await;
+    let node = created.is(201).clone();
+    assert_eq!(created.headers["etag"], "\"1\"");
+    let mut shown = node.clone();
+    for field in ["id", "state_entered_at", "created_at", "updated_at"] {
+        assert!(shown[field].is_string());
+        shown[field] = "<varies>".into();
+    }
+    insta::assert_json_snapshot!("node", shown);
+
+    let path = format!("/api/v1/admin/nodes/{}", node["id"].as_str().unwrap());
+    let read = world.get(&path).admin().send().await;
+    assert_eq!((read.is(200), &read.headers["etag"]), (&node, &created.headers["etag"]));
+    let change = |etag: &str| {
+        world
+            .call(Method::PATCH, &path)
+            .admin()
+            .header("if-match", etag)
+            .json(&json!({"port": 2222, "host": "GPU-18.internal."}))
+    };
+    let stale = change("\"7\"").send().await;
+    assert_eq!(stale.refused(409, "state_conflict")["field"], "If-Match");
+    change("7").send().await.refused(400, "invalid_request");
+    let changed = change("\"1\"").send().await;
+    assert_eq!((&changed.is(200)["port"], &changed.body["host"]), (&json!(2222), &json!("gpu-18.internal")));
+    assert_eq!((&changed.body["generation"], &changed.headers["etag"].to_str().unwrap()), (&json!(2), &"\"2\""));
+    assert!(changed.body["updated_at"].as_str() > node["updated_at"].as_str());
+    assert_eq!(changed.body["created_at"], node["created_at"]);
+    change("*").send().await.is(200);
+
+    world.node("h100x4", 4).await;
+    let count = async |query: &str| {
+        let page = world.get(&format!("/api/v1/admin/nodes{query}")).admin().send().await;
+        (page.is(200)["items"].as_array().unwrap().len(), page.body["next_page"].as_str().map(str::to_owned))
+    };
+    let (first, next) = count("?limit=1&sku=h100x4").await;
+    assert_eq!(first, 1);
+    let next = next.unwrap();
+    assert_eq!(count(&format!("?limit=1&sku=h100x4&page_token={next}")).await, (1, None));
+    assert_eq!(count("?state=active").await, (0, None));
+    let foreign = world.get(&format!("/api/v1/admin/nodes?page_token={next}")).admin().send().await;
+    assert_eq!(foreign.refused(400, "invalid_request")["field"], "page_token");
+    world.get("/api/v1/admin/nodes?sku=unknown").admin().send().await.refused(400, "invalid_request");
+}
+
+#[tokio::test]
+async fn a_token_is_shown_once_and_stored_nowhere() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let id = world.node("h100x4", 4).await;
+    let path = format!("/api/v1/admin/nodes/{id}/enrollment-token");
+    let issue = async |body: Option<Value>| -> Answer {
+        let call = world.post(&path).admin().key("the same");
+        match body {
+            Some(body) => call.json(&body).send().await,
+            None => call.send().await,
+        }
+    };
+    let first = issue(None).await;
+    assert_eq!(
+        first.is(201)["bootstrap_bundle"]["node_id"]
+            .as_str()
+            .or(first.body["bootstrap_bundle"]["SVC_NODE_ID"].as_str()),
+        Some(id.to_string().as_str())
+    );
+    assert_eq!(first.headers["cache-control"], "no-store");
+    let second = issue(Some(json!({"ttl_seconds": 60}))).await;
+    second.is(201);
+    assert!(!second.is_replayed());
+    assert_ne!(second.body["token_id"], first.body["token_id"]);
+    assert_ne!(second.body["bootstrap_bundle"], first.body["bootstrap_bundle"]);
+    let left = second.body["expires_at"].as_str().unwrap().parse::<chrono::DateTime<chrono::Utc>>().unwrap()
+        - chrono::Utc::now();
+    assert!(left <= TimeDelta::seconds(60) && left > TimeDelta::seconds(50));
+    for ttl in [json!(4), json!(86_401), json!("60"), json!(-5)] {
+        issue(Some(json!({"ttl_seconds": ttl}))).await.refused(400, "invalid_request");
+    }
+    let Reply::Node { node } = world
+        .ask::<Node>(&Principal::Caller(world_admin()), id.0, Command::Quarantine { reason: "x".into() })
+        .await
+        .unwrap()
+        .reply
+    else {
+        panic!("no node")
+    };
+    assert!(!serde_json::to_string(&node).unwrap().contains("gpuenr_"));
+    issue(None).await.refused(400, "invalid_request");
+}
+
+fn world_admin() -> domain::authz::Caller {
+    domain::authz::Caller {
+        user_id: "root".into(),
+        roles: [domain::authz::Role::Admin].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+    }
+}
+
+#[tokio::test]
+async fn a_node_goes_through_its_life_by_an_administrators_word() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let id = world.active_node("h100x4", 4).await;
+    let path = format!("/api/v1/admin/nodes/{id}");
+    let order =
+        async |action: &str, body: Value| world.post(&format!("{path}/{action}")).admin().json(&body).send().await;
+    let active = world.get(&path).admin().send().await;
+    assert_eq!((&active.is(200)["state"], &active.body["gpus_free"]), (&json!("active"), &json!(4)));
+    assert_eq!(active.body["agent"]["protocol"], 3);
+
+    let allocation_id = AllocationId(Uuid::now_v7());
+    world.tell::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new() }).await;
+    let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
+    world.tell::<Node>(id.0, Command::Provision { allocation_id, deadline_at }).await;
+    let in_use = order("retire", because()).await;
+    assert_eq!(in_use.refused(409, "node_in_use")["allocation_id"], allocation_id.to_string());
+    order("remove", because()).await.refused(400, "invalid_request");
+    let tasks = world.get(&format!("{path}/tasks")).admin().send().await;
+    assert_eq!(tasks.is(200)["open"][0]["type"], "allocation.provision");
+    assert_eq!(tasks.body["open"][0]["allocation_id"], allocation_id.to_string());
+    assert_eq!(order("retire", json!({"reason": "swap", "drain": true})).await.is(200)["state"], "draining");
+    world.tell::<Node>(id.0, Command::Abandon { allocation_id }).await;
+    let mut lines = vec![order("remove", because()).await.line(), order("reactivate", because()).await.line()];
+
+    let other = world.active_node("h100x4", 4).await;
+    let path = format!("/api/v1/admin/nodes/{other}");
+    let order =
+        async |action: &str, body: Value| world.post(&format!("{path}/{action}")).admin().json(&body).send().await;
+    assert_eq!(order("quarantine", because()).await.is(200)["state"], "quarantined");
+    assert_eq!(order("release-quarantine", because()).await.is(200)["state"], "active");
+    assert_eq!(order("retire", because()).await.is(200)["state"], "retired");
+    assert_eq!(order("reactivate", because()).await.is(200)["state"], "active");
+    lines.push(order("reactivate", because()).await.line());
+    lines.push(order("release-quarantine", because()).await.line());
+    lines.push(order("remove", because()).await.line());
+    lines.push(order("retire", json!({})).await.line());
+    lines.push(order("retire", json!({"reason": ""})).await.line());
+    lines.push(order("retire", json!({"reason": "x".repeat(501)})).await.line());
+    lines.push(order("retire", json!({"reason": "x", "drain": "yes"})).await.line());
+    insta::assert_snapshot!(lines.join("\n"));
+    order("retire", because()).await.is(200);
+    // Nobody ticks: its removal goes on.
+    let began = std::time::Instant::now();
+    let going = order("remove", because()).await;
+    assert_eq!(going.is(202)["state"], "removing");
+    assert!(began.elapsed() >= std::time::Duration::from_secs(5));
+    let (removed, ()) = tokio::join!(order("remove", because()), world.tell::<Node>(other.0, Command::Tick));
+    assert_eq!(removed.is(200)["state"], "removed");
+    let Reply::Node { node } = world
+        .ask::<Node>(&Principal::Caller(world_admin()), other.0, Command::Remove { reason: "x".into() })
+        .await
+        .unwrap()
+        .reply
+    else {
+        panic!("no node")
+    };
+    assert_eq!(node.life, Life::Removed);
+    world.call(Method::PATCH, &path).admin().json(&json!({"port": 23})).send().await.refused(400, "invalid_request");
+}
+
+#[tokio::test]
+async fn what_cannot_be_a_node_is_refused() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    world.post("/api/v1/admin/skus").admin().json(&super::world::sku_body("draft", 4)).send().await.is(201);
+    let mut lines = Vec::new();
+    let mut refuse = async |field: &str, value: Value| {
+        let mut body = node_body("h100x4", 4);
+        body[field] = value;
+        let answer = world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+        assert!(answer.status >= 400, "{field}: {}", answer.body);
+        lines.push(answer.line());
+    };
+    for host in ["", "a b", "-oProxyCommand=x", "localhost", "2130706433", "0x7f.1", "127.0.0.01", "[::1]:22", "a_b"] {
+        refuse("host", json!(host)).await;
+    }
+    refuse("host", json!("x".repeat(254))).await;
+    refuse("host", json!(7)).await;
+    for port in [json!(0), json!(65_536), json!(-1), json!(22.5), json!("22"), json!(null)] {
+        refuse("port", port).await;
+    }
+    refuse("ssh_username", json!("root; rm")).await;
+    refuse("ssh_username", json!("-x")).await;
+    refuse("ssh_public_key", json!("ssh-rsa AAAA")).await;
+    refuse("sku", json!("draft")).await;
+    refuse("sku", json!("h100x5")).await;
+    refuse("sku", json!("any text")).await;
+    refuse("gpus_total", json!(3)).await;
+    refuse("gpus_total", json!(65)).await;
+    refuse("region_code", json!("mars")).await;
+    refuse("region_code", json!("../eu")).await;
+    refuse("onboarding_mode", json!("maas")).await;
+    refuse("onboarding_mode", json!("magic")).await;
+    refuse("probe", json!(true)).await;
+    refuse("id", json!("mine")).await;
+    insta::assert_snapshot!(lines.join("\n"));
+    assert!(world.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_probe_is_denied_by_address_and_its_result_is_kept() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let register = async |host: &str| {
+        let mut body = node_body("h100x4", 4);
+        body["host"] = host.into();
+        body["port"] = 1.into();
+        body["probe"] = true.into();
+        world.post("/api/v1/admin/nodes").admin().json(&body).send().await
+    };
+    for host in [
+        "127.0.0.1",
+        "169.254.169.254",
+        "0.0.0.0",
+        "224.0.0.1",
+        "169.254.1.1",
+        "::1",
+        "::ffff:127.0.0.1",
+        "fe80::1",
+        "gpu-17.internal",
+    ] {
+        register(host).await.refused(400, "probe_target_denied");
+    }
+    // TEST-NET-1 (RFC 5737): nothing answers there.
+    let probed = register("192.0.2.1").await;
+    assert_eq!(probed.is(201)["probe"]["result"], "unreachable");
+    assert!(probed.body["probe"]["error"].is_string());
+}

@@ -1,0 +1,69 @@
+//! What people see of the running system, and what of each other.
+
+use super::world::{Placing, World};
+use serde_json::json;
+
+#[tokio::test]
+async fn operators_see_where_an_entity_is_and_how_it_came_there() {
+    let world = World::new().await;
+    let sku = world.sku("h100x4", 4).await;
+    let path = format!("/api/v1/admin/runtime/entities/sku/{sku}");
+    let seen = world.get(&path).admin().send().await;
+    let report = seen.is(200);
+    assert_eq!((report["entity"]["state"].as_str(), report["entity"]["version"].as_i64()), (Some("active"), Some(2)));
+    let commands: Vec<_> =
+        report["history"].as_array().unwrap().iter().map(|row| row["command"].as_str().unwrap()).collect();
+    assert_eq!(commands, ["activate", "create"]);
+    assert_eq!(report["history"][0]["actor"], "user:root");
+    assert_eq!(report["history"][0]["correlation_id"], "test");
+    world.post(&format!("{path}/restart")).admin().send().await.is(200);
+    world.get("/api/v1/admin/runtime/tree?kind=node&limit=5").admin().send().await.is(200);
+
+    let lines = [
+        world.get("/api/v1/admin/runtime/entities/sku/018f4e2a-7c1b-7000-8000-000000000001").admin().send().await,
+        world.get(&format!("/api/v1/admin/runtime/entities/node/{sku}")).admin().send().await,
+        world.get(&format!("/api/v1/admin/runtime/entities/robot/{sku}")).admin().send().await,
+        world.get("/api/v1/admin/runtime/tree?kind=robot").admin().send().await,
+        world.get("/api/v1/admin/runtime/tree?limit=0").admin().send().await,
+        world.get("/api/v1/admin/runtime/tree?limit=-1").admin().send().await,
+        world.get("/api/v1/admin/runtime/tree?state=%07").admin().send().await,
+        world.get("/api/v1/admin/runtime/tree?colour=red").admin().send().await,
+        world.get("/api/v1/admin/runtime/cluster").admin().send().await,
+    ]
+    .map(|answer| answer.line());
+    insta::assert_snapshot!(lines.join("\n"));
+}
+
+#[tokio::test]
+async fn other_peoples_allocations_do_not_exist_for_a_user() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let wanted = json!({"sku": "h100x4", "gpu_count": 1});
+    let made = world.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
+    let path = format!("/api/v1/allocations/{}", made.is(201)["id"].as_str().unwrap());
+    // The same key of another user is another request.
+    let other = world.post("/api/v1/allocations").user("bob").key("k").json(&wanted).send().await;
+    assert_ne!(other.is(201)["id"], made.body["id"]);
+
+    world.get(&path).user("ann").send().await.is(200);
+    world.get(&path).admin().send().await.is(200);
+    world.get(&path).user("bob").send().await.refused(404, "not_found");
+    world.get(&format!("{path}/events")).user("bob").send().await.refused(404, "not_found");
+    world.post(&format!("{path}/release")).user("bob").send().await.refused(404, "not_found");
+    world.get("/api/v1/allocations?user_id=ann").user("bob").send().await.refused(403, "forbidden");
+
+    let owners = async |path: &str, by: &str| {
+        let token = world.token(by, &[if by == "root" { "admin" } else { "user" }]);
+        let page = world.get(path).by(&token).send().await;
+        let items = page.is(200)["items"].as_array().unwrap().clone();
+        items.iter().map(|item| item["user_id"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(owners("/api/v1/allocations", "bob").await, ["bob"]);
+    assert_eq!(owners("/api/v1/allocations?user_id=bob", "bob").await, ["bob"]);
+    assert_eq!(owners("/api/v1/allocations", "root").await, ["ann", "bob"]);
+    assert_eq!(owners("/api/v1/allocations?user_id=ann", "root").await, ["ann"]);
+    assert_eq!(owners("/api/v1/allocations?state=provisioning&sku=h100x4", "root").await, ["ann", "bob"]);
+    assert_eq!(owners("/api/v1/allocations?state=active", "root").await, [""; 0]);
+}

@@ -1,0 +1,545 @@
+//! The API, who calls it, and a saga that a test plays.
+
+use crate::testing::postgres::{Durable, Postgres};
+use crate::api;
+use crate::auth::jwks::{Jwks, JwksSettings};
+use crate::auth::{Authenticator, TokenRules};
+use crate::identity::TrustDomain;
+use crate::node_ca::NodeCa;
+use crate::polls::Polls;
+use crate::probe::{Probe, ProbeTargets, Resolve};
+use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
+use crate::services::{Addresses, Parts, Services, Trust};
+use crate::testing::install_crypto;
+use crate::tls::connections::Connections;
+use crate::token::{Purpose, read};
+use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
+use actors::{Answer as Asked_, Asked, Directory, Host, HostConfig};
+use arc_swap::ArcSwap;
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Method, Request};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use chrono::{SubsecRound, TimeDelta, Utc};
+use domain::allocation::{self, Allocation, Placed};
+use domain::authz::authorize;
+use domain::event::{Device, Event};
+use domain::machine::Command as _;
+use domain::node::{self, Certificate, Enrollment, Gpu, Inventory, Node};
+use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
+use domain::{AllocationId, Effect, EntityRef, Machine, MemberId, NodeId, Principal, Shard, Timestamp};
+use ed25519_dalek::SigningKey;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use jsonwebtoken::{Algorithm, EncodingKey};
+use persistence::committer::CommitterMetrics;
+use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
+use rcgen::{KeyPair, PKCS_ED25519};
+use secrecy::SecretString;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+use tower::ServiceExt;
+use uuid::Uuid;
+use wire::keys::{KeyStatus, VerifierKey};
+use wire::{PublicKey, VerifierSet};
+use wiremock::matchers::path;
+use wiremock::{Mock, MockServer, ResponseTemplate};
+
+/// What the saga makes of a request for an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Placing {
+    Silent,
+    On(NodeId),
+    NoCapacity,
+    OverQuota,
+}
+
+pub(super) struct World {
+    pub(super) services: Services,
+    router: Router,
+    identities: Provider,
+    placing: Arc<Mutex<Placing>>,
+    clock: Arc<Watch>,
+    _postgres: Postgres,
+}
+
+/// What came back.
+#[derive(Clone, Debug)]
+pub(super) struct Answer {
+    pub(super) status: u16,
+    pub(super) headers: HeaderMap,
+    /// Null where there was none.
+    pub(super) body: Value,
+}
+
+impl Answer {
+    #[track_caller]
+    pub(super) fn is(&self, status: u16) -> &Value {
+        assert_eq!(self.status, status, "{}", self.body);
+        &self.body
+    }
+
+    #[track_caller]
+    pub(super) fn refused(&self, status: u16, code: &str) -> &Value {
+        assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{}", self.body);
+        assert_eq!(self.body["details"]["service"], "api");
+        &self.body["details"]
+    }
+
+    pub(super) fn is_replayed(&self) -> bool {
+        self.headers.get("idempotency-replayed").is_some_and(|value| value == "true")
+    }
+
+    /// Status, code and message on one line, ids left out.
+    pub(super) fn line(&self) -> String {
+        let details = &self.body["details"];
+        let field = details["field"].as_str().map(|field| format!(" [{field}]")).unwrap_or_default();
+        let text = |name: &str| self.body[name].as_str().unwrap_or("-").to_owned();
+        without_ids(&format!("{} {}{field}: {}", self.status, text("code"), text("message")))
+    }
+}
+
+/// UUIDs differ in each run.
+pub(super) fn without_ids(text: &str) -> String {
+    let mut words: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        let bare = word.trim_matches(|c: char| !c.is_ascii_hexdigit());
+        words.push(if Uuid::parse_str(bare).is_ok() { word.replace(bare, "<id>") } else { word.to_owned() });
+    }
+    words.join(" ")
+}
+
+/// A request under way.
+pub(super) struct Call<'a> {
+    world: &'a World,
+    request: axum::http::request::Builder,
+    body: Body,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn by(self, token: &str) -> Self {
+        self.header("authorization", &format!("Bearer {token}"))
+    }
+
+    pub(super) fn admin(self) -> Self {
+        let token = self.world.token("root", &["admin"]);
+        self.by(&token)
+    }
+
+    pub(super) fn user(self, name: &str) -> Self {
+        let token = self.world.token(name, &["user"]);
+        self.by(&token)
+    }
+
+    pub(super) fn header(mut self, name: &str, value: &str) -> Self {
+        self.request = self.request.header(name, value);
+        self
+    }
+
+    pub(super) fn key(self, key: &str) -> Self {
+        self.header("idempotency-key", key)
+    }
+
+    pub(super) fn json(self, body: &Value) -> Self {
+        self.text(body.to_string())
+    }
+
+    pub(super) fn text(self, body: impl Into<Body>) -> Self {
+        let mut call = self.header("content-type", "application/json");
+        call.body = body.into();
+        call
+    }
+
+    pub(super) fn raw(mut self, body: impl Into<Body>) -> Self {
+        self.body = body.into();
+        self
+    }
+
+    pub(super) async fn response(self) -> axum::response::Response {
+        self.world.router.clone().oneshot(self.request.body(self.body).unwrap()).await.unwrap()
+    }
+
+    pub(super) async fn send(self) -> Answer {
+        let response = self.response().await;
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let bytes = axum::body::to_bytes(response.into_body(), 4 << 20).await.unwrap();
+        let body = if bytes.is_empty() { Value::Null } else { serde_json::from_slice(&bytes).unwrap_or(Value::Null) };
+        assert!(!String::from_utf8_lossy(&bytes).contains("_enc\""), "a sealed field is served");
+        Answer { status, headers, body }
+    }
+}
+
+impl World {
+    pub(super) async fn new() -> Self {
+        Self::with_targets(ProbeTargets::default()).await
+    }
+
+    pub(super) async fn with_targets(targets: ProbeTargets) -> Self {
+        install_crypto();
+        let postgres = Postgres::start();
+        let pool = persistence::pool::open(&postgres.config()).unwrap();
+        persistence::migrate::run(&pool).await.unwrap();
+        let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
+        let seen = cluster.shards().await.unwrap();
+        let won = cluster.take_over(me, &seen, Duration::ZERO).await.unwrap();
+        let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
+        let (publish, published) = tokio::sync::mpsc::channel(1000);
+        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let reads = Reads::new(pool);
+        let store = Arc::new(Durable { committer, reads: reads.clone() });
+        let clock = Arc::new(Watch::default());
+        let host = Host::new(HostConfig::default(), store, Arc::new(NoEffects), Arc::clone(&clock) as Arc<dyn Clock>);
+        for (shard, epoch) in won {
+            host.open(Term { shard, epoch }, None).await.unwrap();
+        }
+        let identities = Provider::start().await;
+        let directory = Directory::new(host, Arc::new(Alone));
+        let placing = Arc::new(Mutex::new(Placing::Silent));
+        let services = Services::new(Parts {
+            runtime: Arc::new(Reported(reads.clone())),
+            directory,
+            reads,
+            world: Arc::clone(&clock) as Arc<dyn Clock>,
+            authenticator: Arc::new(identities.authenticator()),
+            probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
+            polls: Polls::default(),
+            connections: Connections::default(),
+            trust: trust(),
+            addresses: Addresses {
+                public_url: "https://api.gpu.example".into(),
+                node_url: "https://nodes.gpu.example".into(),
+            },
+            stopping: CancellationToken::new(),
+        });
+        let router = api::router(services.clone());
+        tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
+        Self { services, router, identities, placing, clock, _postgres: postgres }
+    }
+
+    pub(super) fn call(&self, method: Method, path: &str) -> Call<'_> {
+        let request = Request::builder().method(method).uri(path).header("x-correlation-id", "test");
+        Call { world: self, request, body: Body::empty() }
+    }
+
+    pub(super) fn get(&self, path: &str) -> Call<'_> {
+        self.call(Method::GET, path)
+    }
+
+    pub(super) fn post(&self, path: &str) -> Call<'_> {
+        self.call(Method::POST, path)
+    }
+
+    /// A token as the identity provider makes it.
+    pub(super) fn token(&self, user: &str, roles: &[&str]) -> String {
+        self.identities.token(user, roles)
+    }
+
+    pub(super) fn places(&self, placing: Placing) {
+        *self.placing.lock().unwrap() = placing;
+    }
+
+    pub(super) fn set_policy(&self, key: Key, value: i64) {
+        let mut book = PolicyBook::clone(&self.clock.policy.load());
+        book.set(key, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
+        self.clock.policy.store(Arc::new(book));
+    }
+
+    /// An active SKU, by id.
+    pub(super) async fn sku(&self, name: &str, gpus: u32) -> String {
+        let created = self.post("/api/v1/admin/skus").admin().json(&sku_body(name, gpus)).send().await;
+        let id = created.is(201)["id"].as_str().unwrap().to_owned();
+        let path = format!("/api/v1/admin/skus/{id}/activate");
+        self.post(&path).admin().json(&json!({"reason": "a test"})).send().await.is(200);
+        id
+    }
+
+    /// A registered node of the SKU.
+    pub(super) async fn node(&self, sku: &str, gpus: u32) -> NodeId {
+        let created = self.post("/api/v1/admin/nodes").admin().json(&node_body(sku, gpus)).send().await;
+        created.is(201)["id"].as_str().unwrap().parse().unwrap()
+    }
+
+    /// The same, with an agent that has enrolled and polled.
+    pub(super) async fn active_node(&self, sku: &str, gpus: u32) -> NodeId {
+        let id = self.node(sku, gpus).await;
+        let issued = self.post(&format!("/api/v1/admin/nodes/{id}/enrollment-token")).admin().send().await;
+        let token = issued.is(201)["bootstrap_bundle"]["SVC_ENROLLMENT_TOKEN"].as_str();
+        let token = token.or(issued.body["bootstrap_bundle"]["enrollment_token"].as_str()).expect("a token").to_owned();
+        let hash = read(Purpose::Enrollment, &SecretString::from(token)).unwrap();
+        let now = self.clock.now();
+        let agent = Principal::Node(id);
+        let enrollment = Enrollment {
+            token_sha256: hash.to_bytes(),
+            issued: Certificate { serial: "01".into(), not_after: now + TimeDelta::days(1), generation: 0 },
+            recovery_public_key: "key".into(),
+            boot_id: "boot".into(),
+            agent_version: "1.0.0".into(),
+            protocol: 3,
+            inventory: inventory(gpus),
+        };
+        self.ask::<Node>(&agent, id.0, node::Command::Enroll(Box::new(enrollment))).await.unwrap();
+        self.ask::<Node>(&agent, id.0, node::Command::Poll { serial: "01".into() }).await.unwrap();
+        id
+    }
+
+    pub(super) async fn ask<M: Machine>(&self, by: &Principal, id: Uuid, command: M::Command) -> Asked_<M> {
+        let permit = authorize(by, command.action()).unwrap();
+        let asked = Asked::new(&permit, "test", self.clock.now() + TimeDelta::seconds(10));
+        self.services.directory.ask::<M>(&permit, id, command, asked).await
+    }
+
+    /// As the saga's workers tell.
+    pub(super) async fn tell<M: Machine>(&self, id: Uuid, command: M::Command) {
+        self.ask::<M>(&Principal::system("test"), id, command).await.unwrap();
+    }
+}
+
+pub(super) fn sku_body(name: &str, gpus: u32) -> Value {
+    json!({
+        "name": name,
+        "gpu": {"vendor": "NVIDIA", "model": "H100", "memory_mib": 80_000, "count": gpus},
+        "cpu": {"model": "any", "cores": 64},
+        "memory_mib": 512_000,
+        "storage_gib": 4_000,
+        "interconnect": "nvlink",
+        "allowed_regions": ["eu-1", "us-1"],
+        "price": {"currency": "EUR", "amount_minor_per_gpu_hour": 250},
+    })
+}
+
+pub(super) const ANNS_KEY: &str =
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAINEoqqkY4e7bJe1Jl4MhWXVh60tJIaoDRJGRhDuzPvaA ann@laptop";
+
+pub(super) fn node_body(sku: &str, gpus: u32) -> Value {
+    json!({
+        "host": "gpu-17.internal",
+        "port": 22,
+        "ssh_username": "ops",
+        "ssh_public_key": ANNS_KEY,
+        "sku": sku,
+        "gpus_total": gpus,
+        "region_code": "eu-1",
+        "onboarding_mode": "manual",
+    })
+}
+
+fn inventory(gpus: u32) -> Inventory {
+    let gpu = |index| Gpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 80_000 };
+    Inventory {
+        gpus: (0..gpus).map(gpu).collect(),
+        gpu_source: "simulated".into(),
+        executor: "sandbox".into(),
+        isolates_devices: true,
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+    }
+}
+
+/// Answers requests for allocations as the test says.
+async fn play(
+    services: Services,
+    placing: Arc<Mutex<Placing>>,
+    mut published: tokio::sync::mpsc::Receiver<Vec<OutboxRow>>,
+) {
+    while let Some(rows) = published.recv().await {
+        for row in rows {
+            let Event::AllocationRequested { allocation_id } = row.event else { continue };
+            let placing = *placing.lock().unwrap();
+            let command = match placing {
+                Placing::Silent => continue,
+                Placing::On(node_id) => allocation::Command::Reserved { node_id, placed: placed(allocation_id) },
+                Placing::NoCapacity => {
+                    allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
+                }
+                Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
+            };
+            let by = Principal::system("test");
+            let permit = authorize(&by, command.action()).unwrap();
+            let asked = Asked::new(&permit, "test", services.world.now() + TimeDelta::seconds(10));
+            services.directory.ask::<Allocation>(&permit, allocation_id.0, command, asked).await.unwrap();
+        }
+    }
+}
+
+fn placed(allocation_id: AllocationId) -> Placed {
+    Placed {
+        devices: vec![Device { index: 0, uuid: "GPU-0".into() }],
+        host: "gpu-17.internal".into(),
+        port: 22,
+        user_name: node::user_name(allocation_id),
+        region_code: "eu-1".into(),
+    }
+}
+
+fn trust() -> Trust {
+    let domain = TrustDomain::parse("gpu.example").unwrap();
+    let now = Utc::now();
+    let node_ca = NodeCa::create(domain.clone(), now - TimeDelta::days(1), now + TimeDelta::days(365)).unwrap().ca;
+    let task_signer = SigningKey::from_bytes(&[7; 32]);
+    let active = PublicKey::from(&task_signer);
+    let verifier_set = VerifierSet::sign(0, vec![VerifierKey::new(active, KeyStatus::Active)], &[]).unwrap();
+    Trust {
+        domain,
+        api_ca_pem: node_ca.certificate_pem().to_owned(),
+        node_ca,
+        task_signer,
+        task_key_id: active.key_id(),
+        bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
+        verifier_set,
+    }
+}
+
+/// An identity provider on loopback with one key.
+struct Provider {
+    server: MockServer,
+    key: EncodingKey,
+}
+
+impl Provider {
+    async fn start() -> Self {
+        let server = MockServer::start().await;
+        let pair = KeyPair::generate_for(&PKCS_ED25519).unwrap();
+        let x = URL_SAFE_NO_PAD.encode(pair.public_key_raw());
+        let jwk = json!({"kty": "OKP", "crv": "Ed25519", "x": x, "kid": "one", "use": "sig"});
+        let issuer = format!("{}/realms/gpu", server.uri());
+        let discovery = json!({"issuer": issuer, "jwks_uri": format!("{issuer}/certs")});
+        for (at, body) in
+            [("/realms/gpu/.well-known/openid-configuration", discovery), ("/realms/gpu/certs", json!({"keys": [jwk]}))]
+        {
+            Mock::given(path(at)).respond_with(ResponseTemplate::new(200).set_body_json(body)).mount(&server).await;
+        }
+        Self { server, key: EncodingKey::from_ed_pem(pair.serialize_pem().as_bytes()).unwrap() }
+    }
+
+    fn issuer(&self) -> String {
+        format!("{}/realms/gpu", self.server.uri())
+    }
+
+    fn authenticator(&self) -> Authenticator {
+        let jwks = Jwks::new(JwksSettings::new(self.issuer())).unwrap();
+        Authenticator::new(TokenRules::new(self.issuer(), "gpuaas"), jwks)
+    }
+
+    fn token(&self, user: &str, roles: &[&str]) -> String {
+        let now = Utc::now().timestamp();
+        let claims = json!({
+            "iss": self.issuer(), "aud": "gpuaas", "sub": user, "typ": "Bearer", "iat": now, "exp": now + 300,
+            "org_id": "acme", "project_id": "p1", "plan": "gold", "realm_access": {"roles": roles},
+        });
+        let header = json!({"typ": "JWT", "alg": "EdDSA", "kid": "one"});
+        let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let signed = format!("{}.{}", part(&header), part(&claims));
+        let signature = jsonwebtoken::crypto::sign(signed.as_bytes(), &self.key, Algorithm::EdDSA).unwrap();
+        format!("{signed}.{signature}")
+    }
+}
+
+#[derive(Default)]
+struct Watch {
+    policy: ArcSwap<PolicyBook>,
+}
+
+impl Clock for Watch {
+    fn now(&self) -> Timestamp {
+        Utc::now().trunc_subsecs(6)
+    }
+
+    fn seed(&self) -> u128 {
+        rand::random()
+    }
+
+    fn policy(&self) -> Arc<PolicyBook> {
+        self.policy.load_full()
+    }
+}
+
+struct NoEffects;
+
+impl Effects for NoEffects {
+    fn perform(&self, _: Effect) {}
+}
+
+struct Alone;
+
+impl Remote for Alone {
+    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
+        async { Err(RemoteError::NoResponders) }.boxed()
+    }
+}
+
+/// Every name is the machine of the test, which may not be probed.
+struct Names;
+
+impl Resolve for Names {
+    fn resolve<'a>(
+        &'a self,
+        _: &'a str,
+    ) -> std::pin::Pin<Box<dyn Future<Output = std::io::Result<Vec<IpAddr>>> + Send + 'a>> {
+        Box::pin(async { Ok(vec![IpAddr::from([127, 0, 0, 1])]) })
+    }
+}
+
+/// The runtime of one process, with what the store says of entities.
+struct Reported(Reads);
+
+impl Runtime for Reported {
+    fn tree(&self, _: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
+        let tree = Tree {
+            members: Vec::new(),
+            silent: Vec::new(),
+            entities_by_kind: BTreeMap::new(),
+            overdue: 0,
+            parked: 0,
+            entities: Vec::new(),
+            truncated: false,
+        };
+        async { Ok(tree) }.boxed()
+    }
+
+    fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
+        async move {
+            let Some(row) = self.0.entity(entity).await? else { return Ok(None) };
+            Ok(Some(EntityNode {
+                kind: entity.kind.to_string(),
+                id: entity.id,
+                shard: 0,
+                member: None,
+                member_name: None,
+                status: "awake".into(),
+                state: Some(row.state),
+                version: row.version,
+                since: None,
+                waits_for: None,
+                deadline_at: None,
+                overdue: false,
+                mailbox_depth: 0,
+                restarts: 0,
+                last_error: None,
+            }))
+        }
+        .boxed()
+    }
+
+    fn restart_entity(&self, _: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
+        async { Ok(true) }.boxed()
+    }
+
+    fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
+        async { Err(RuntimeError("there is no cluster in this test".into())) }.boxed()
+    }
+
+    fn readiness(&self) -> BoxFuture<'_, Readiness> {
+        let checks = [("postgres".to_owned(), "ok".to_owned())].into();
+        async { Readiness { ready: true, checks } }.boxed()
+    }
+
+    fn metrics(&self) -> String {
+        "provisioning_queue_depth 0\n".to_owned()
+    }
+}
