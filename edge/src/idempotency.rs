@@ -50,7 +50,7 @@ impl IdempotencyKey {
     #[must_use]
     pub fn required() -> ApiError {
         refuse(
-            "is required here: send a value of your own that is new for every request and the same for its repetitions, such as a UUID",
+            "is required here: send a value of your own, new for every request and the same for its repetitions, such as a UUID",
         )
     }
 }

@@ -68,7 +68,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_wake_reaches_every_poll_of_the_node_and_no_other() {
-        let (polls, node, other) = (Polls::default(), NodeId(uuid::Uuid::from_u128(1)), NodeId(uuid::Uuid::from_u128(2)));
+        let (polls, node, other) =
+            (Polls::default(), NodeId(uuid::Uuid::from_u128(1)), NodeId(uuid::Uuid::from_u128(2)));
         let (first, second, elsewhere) = (polls.park(node), polls.park(node), polls.park(other));
         let mut waits = [Box::pin(first.woken()), Box::pin(second.woken()), Box::pin(elsewhere.woken())];
         for wait in &mut waits {

@@ -12,6 +12,7 @@ use actors::ports::World;
 use axum::extract::FromRef;
 use ed25519_dalek::SigningKey;
 use persistence::Reads;
+use persistence::envelope::KeyRing;
 use std::sync::Arc;
 
 /// Shared by all requests; cheap to clone.
@@ -47,6 +48,8 @@ pub struct Trust {
     pub bootstrap_verifier_keys: Vec<String>,
     /// By what agents trust the API's certificate, PEM.
     pub api_ca_pem: String,
+    /// Seals what is kept of a request and must not be readable at rest.
+    pub at_rest: Arc<KeyRing>,
 }
 
 /// Where the control plane is reached.

@@ -13,6 +13,12 @@ pub(crate) async fn body_json(response: Response) -> Value {
     serde_json::from_slice(&bytes).unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&bytes)))
 }
 
+/// A key ring of one key.
+pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
+    let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+    std::sync::Arc::new(persistence::envelope::KeyRing::parse(&format!("key a {key}\nactive a\n")).unwrap())
+}
+
 /// The one crypto provider, as `main` installs it.
 pub(crate) fn install_crypto() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();

@@ -161,9 +161,9 @@ impl Process {
         let config = &self.config;
         let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
-        let secrets = Secrets::new(self.pool.clone(), ring);
+        let secrets = Secrets::new(self.pool.clone(), Arc::clone(&ring));
         let api_ca = read_text(&config.tls_ca).await?;
-        let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca).await?;
+        let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca, ring).await?;
         let jwks = Jwks::new(JwksSettings::new(config.oidc_issuer.clone()))?;
         let rules = TokenRules::new(config.oidc_issuer.clone(), config.oidc_audience.clone());
         let targets = ProbeTargets { allowed: config.probe_allowed.clone() };

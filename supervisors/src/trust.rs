@@ -8,9 +8,11 @@ use edge::node_ca::NodeCa;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::Secrets;
+use persistence::envelope::KeyRing;
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use serde_json::json;
+use std::sync::Arc;
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::{PublicKey, VerifierSet};
 
@@ -26,6 +28,7 @@ pub async fn load(
     domain: TrustDomain,
     configured_verifiers: &[String],
     api_ca_pem: String,
+    at_rest: Arc<KeyRing>,
 ) -> anyhow::Result<Trust> {
     let node_ca = node_ca(secrets, domain.clone()).await?;
     let task_signer = task_signer(secrets).await?;
@@ -37,7 +40,7 @@ pub async fn load(
         if configured_verifiers.is_empty() { vec![verifier_set.to_env_value()] } else { configured_verifiers.to_vec() };
     VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
         .context("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS is not a list of Ed25519 public keys")?;
-    Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem })
+    Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem, at_rest })
 }
 
 /// The keys of session tickets, so that a connection can be resumed at any replica.

@@ -58,6 +58,9 @@ pub struct Request {
     pub price: Price,
     /// How long to wait for capacity; `None`: an answer at once.
     pub queue_seconds: Option<u32>,
+    /// The request as it came in, sealed by the edge (AES-256-GCM envelope, base64). Kept, and never served.
+    #[serde(default)]
+    pub scheduler_request_enc: Option<String>,
 }
 
 /// A public key that opens the allocation.

@@ -41,6 +41,7 @@ pub(crate) fn request() -> domain::allocation::Request {
         isolation_model: "user-revoke".into(),
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,
+        scheduler_request_enc: None,
     }
 }
 

@@ -8,10 +8,13 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use domain::allocation::{Allocation, AuthorizedKey, Command, Failure, Phase, Request};
 use domain::policy::Key;
 use domain::tenant::Tenant;
 use domain::{NodeId, SshKeyId};
+use persistence::envelope::Place;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -77,7 +80,12 @@ pub(super) struct AllocationFilter {
 }
 
 /// Your allocations, oldest first; everybody's for administrators.
-#[utoipa::path(get, path = "/", params(PageQuery, AllocationFilter), responses((status = 200, description = "A page of allocations.", body = Items<AllocationView>)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, AllocationFilter),
+    responses((status = 200, description = "A page of allocations.", body = Items<AllocationView>)),
+)]
 pub(super) async fn list(
     ByUser(asking): ByUser,
     State(services): State<Services>,
@@ -103,7 +111,13 @@ pub(super) async fn list(
 #[utoipa::path(
     post,
     path = "/",
-    params(("Idempotency-Key" = String, Header, description = "A value of the caller's own: a repetition with it gets the first answer.", min_length = 1, max_length = 255)),
+    params((
+        "Idempotency-Key" = String,
+        Header,
+        description = "A value of the caller's own: a repetition with it gets the first answer.",
+        min_length = 1,
+        max_length = 255,
+    )),
     request_body = NewAllocation,
     responses((status = 201, description = "The allocation.", body = AllocationView)),
 )]
@@ -113,9 +127,10 @@ pub(super) async fn create(
     body::Json(new): body::Json<NewAllocation>,
 ) -> Result<Response, ApiError> {
     asking.require_key()?;
-    let request = request(&services, &asking, &new).await?;
-    let command = Command::Request(Box::new(request));
-    let answered = asking.ask::<Allocation>(asking.id_of_new(), command, &new).await?;
+    let id = asking.id_of_new();
+    let mut request = request(&services, &asking, &new).await?;
+    request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
+    let answered = asking.ask::<Allocation>(id, Command::Request(Box::new(request)), &new).await?;
     let is_answered =
         |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
     // A repetition is answered with what the first request made.
@@ -130,7 +145,12 @@ pub(super) async fn create(
 }
 
 /// One allocation.
-#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), responses((status = 200, description = "The allocation.", body = AllocationView)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id")),
+    responses((status = 200, description = "The allocation.", body = AllocationView)),
+)]
 pub(super) async fn get(
     ByUser(asking): ByUser,
     State(services): State<Services>,
@@ -161,7 +181,13 @@ pub(super) async fn release(
 }
 
 /// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Because, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id")),
+    request_body = Because,
+    responses((status = 202, description = "The allocation.", body = AllocationView)),
+)]
 pub(super) async fn retry_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
@@ -172,7 +198,13 @@ pub(super) async fn retry_release(
 }
 
 /// Ends a failed release without a clean-up proof. The node is quarantined.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The allocation's id")), request_body = Because, responses((status = 202, description = "The allocation.", body = AllocationView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id")),
+    request_body = Because,
+    responses((status = 202, description = "The allocation.", body = AllocationView)),
+)]
 pub(super) async fn force_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
@@ -219,6 +251,15 @@ fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>
     }
 }
 
+/// The request as it came in, sealed for this allocation alone.
+fn sealed(services: &Services, id: Uuid, new: &NewAllocation) -> Result<String, ApiError> {
+    let row = id.to_string();
+    let place = Place { table: "entity", column: "scheduler_request_enc", row: &row };
+    let plain = serde_json::to_vec(new).map_err(ApiError::internal)?;
+    let sealed = services.trust.at_rest.seal(&place, &plain).map_err(ApiError::internal)?;
+    Ok(STANDARD.encode(sealed))
+}
+
 /// What is asked for, with everything resolved that must not change under the user.
 async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> Result<Request, ApiError> {
     let caller = &asking.caller;
@@ -253,6 +294,7 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
         isolation_model,
         price,
         queue_seconds: new.queue_seconds.map(|seconds| seconds.0),
+        scheduler_request_enc: None,
     })
 }
 

@@ -16,7 +16,11 @@ impl Document {
 }
 
 /// This description, OpenAPI 3.1.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "The description.", content_type = "application/json", body = Object)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "The description.", content_type = "application/json", body = Object)),
+)]
 pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> ([(HeaderName, HeaderValue); 1], Bytes) {
     ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
 }

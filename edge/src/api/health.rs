@@ -46,7 +46,11 @@ pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Read
 }
 
 /// Figures of this process in the Prometheus text format.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "The figures.", content_type = "text/plain", body = String)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "The figures.", content_type = "text/plain", body = String)),
+)]
 pub(super) async fn metrics(State(services): State<Services>) -> ([(HeaderName, HeaderValue); 1], String) {
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     ([(header::CONTENT_TYPE, kind)], services.runtime.metrics())

@@ -116,7 +116,12 @@ pub(super) struct NodeFilter {
 }
 
 /// The inventory, oldest first.
-#[utoipa::path(get, path = "/", params(PageQuery, NodeFilter), responses((status = 200, description = "A page of nodes.", body = Items<NodeView>)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, NodeFilter),
+    responses((status = 200, description = "A page of nodes.", body = Items<NodeView>)),
+)]
 pub(super) async fn list(
     _: ByAdmin,
     State(services): State<Services>,
@@ -137,7 +142,12 @@ pub(super) async fn list(
 /// Registers a machine as a node.
 ///
 /// Issue an enrollment token for it next.
-#[utoipa::path(post, path = "/", request_body = NewNode, responses((status = 201, description = "The node.", body = NodeView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewNode,
+    responses((status = 201, description = "The node.", body = NodeView)),
+)]
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
@@ -170,7 +180,12 @@ pub(super) async fn create(
 }
 
 /// One node.
-#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The node's id")), responses((status = 200, description = "The node; its generation is the `ETag` too.", body = NodeView)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    responses((status = 200, description = "The node; its generation is the `ETag` too.", body = NodeView)),
+)]
 pub(super) async fn get(
     _: ByAdmin,
     State(services): State<Services>,
@@ -243,7 +258,13 @@ pub(super) async fn issue_token(
 /// Takes a node out of service.
 ///
 /// Refused while an allocation is on it, unless it is to be drained.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Retirement, responses((status = 200, description = "The node.", body = NodeView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = Retirement,
+    responses((status = 200, description = "The node.", body = NodeView)),
+)]
 pub(super) async fn retire(
     by: ByAdmin,
     State(services): State<Services>,
@@ -255,7 +276,13 @@ pub(super) async fn retire(
 }
 
 /// Takes a retired node into service again, if it is in order.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Because, responses((status = 200, description = "The node.", body = NodeView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = Because,
+    responses((status = 200, description = "The node.", body = NodeView)),
+)]
 pub(super) async fn reactivate(
     by: ByAdmin,
     State(services): State<Services>,
@@ -268,7 +295,13 @@ pub(super) async fn reactivate(
 /// Takes a node out of rent until it is found in order.
 ///
 /// Its tenants stay.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Because, responses((status = 200, description = "The node.", body = NodeView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = Because,
+    responses((status = 200, description = "The node.", body = NodeView)),
+)]
 pub(super) async fn quarantine(
     by: ByAdmin,
     State(services): State<Services>,
@@ -279,7 +312,13 @@ pub(super) async fn quarantine(
 }
 
 /// Gives a quarantined node its state back, if it is in order.
-#[utoipa::path(post, path = "/", params(("id" = Uuid, Path, description = "The node's id")), request_body = Because, responses((status = 200, description = "The node.", body = NodeView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = Because,
+    responses((status = 200, description = "The node.", body = NodeView)),
+)]
 pub(super) async fn release_quarantine(
     by: ByAdmin,
     State(services): State<Services>,

@@ -169,7 +169,12 @@ pub(super) struct ApprovalView {
 }
 
 /// What can be rented: the active SKUs, oldest first.
-#[utoipa::path(get, path = "/", params(PageQuery), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery),
+    responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
+)]
 pub(super) async fn offered(
     _: ByUser,
     State(services): State<Services>,
@@ -182,7 +187,12 @@ pub(super) async fn offered(
 }
 
 /// The whole catalog, oldest first.
-#[utoipa::path(get, path = "/", params(PageQuery, SkuFilter), responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, SkuFilter),
+    responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
+)]
 pub(super) async fn list(
     _: ByAdmin,
     State(services): State<Services>,
@@ -197,7 +207,12 @@ pub(super) async fn list(
 /// Puts a SKU into the catalog, as a draft.
 ///
 /// Nodes and allocations may refer to it once it is active.
-#[utoipa::path(post, path = "/", request_body = NewSku, responses((status = 201, description = "The SKU.", body = SkuView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewSku,
+    responses((status = 201, description = "The SKU.", body = SkuView)),
+)]
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
     body::Json(new): body::Json<NewSku>,
@@ -208,7 +223,12 @@ pub(super) async fn create(
 }
 
 /// One SKU.
-#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The SKU's id")), responses((status = 200, description = "The SKU.", body = SkuView)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The SKU's id")),
+    responses((status = 200, description = "The SKU.", body = SkuView)),
+)]
 pub(super) async fn get(
     _: ByAdmin,
     State(services): State<Services>,
@@ -288,7 +308,7 @@ pub(super) async fn active(services: &Services, name_or_id: &SkuRef) -> Result<S
     let sku = row.as_ref().map(Stored::<Sku>::of).transpose()?.map(|stored| stored.it);
     sku.filter(|sku| sku.status == Status::Active).ok_or_else(|| {
         ApiError::invalid_request(
-            "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are, and an administrator can activate others.",
+            "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are.",
         )
         .detail("field", "sku")
     })

@@ -63,7 +63,12 @@ pub(super) fn tenant_of(asking: &Asking) -> Uuid {
 }
 
 /// The caller's keys, oldest first.
-#[utoipa::path(get, path = "/", params(PageQuery), responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery),
+    responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)),
+)]
 pub(super) async fn list(
     ByUser(asking): ByUser,
     State(services): State<Services>,
@@ -85,7 +90,12 @@ pub(super) async fn list(
 /// Registers a public key.
 ///
 /// The first one is the default.
-#[utoipa::path(post, path = "/", request_body = NewSshKey, responses((status = 201, description = "The key.", body = SshKeyView)))]
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewSshKey,
+    responses((status = 201, description = "The key.", body = SshKeyView)),
+)]
 pub(super) async fn add(
     ByUser(asking): ByUser,
     body::Json(new): body::Json<NewSshKey>,

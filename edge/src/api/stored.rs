@@ -52,7 +52,8 @@ pub(crate) async fn list<M: Machine>(
     let read = |row: EntityRow| {
         let position = Position { created_at: row.created_at, id: row.entity.id };
         let stored = Stored::of(&row).inspect_err(|error| {
-            tracing::warn!(entity.kind = %row.entity.kind, entity.id = %row.entity.id, error = %error, "an entity is left out of a list");
+            let entity = row.entity;
+            tracing::warn!(entity.kind = %entity.kind, entity.id = %entity.id, %error, "an entity is left out of a list");
         });
         (position, stored.ok())
     };

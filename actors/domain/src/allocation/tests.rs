@@ -66,6 +66,7 @@ fn request() -> Request {
         isolation_model: "user-revoke".into(),
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,
+        scheduler_request_enc: Some("sealed".into()),
     }
 }
 

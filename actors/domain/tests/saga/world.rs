@@ -322,6 +322,7 @@ impl World {
             isolation_model: "user-revoke".into(),
             price: Price::new("EUR", 100).unwrap(),
             queue_seconds: queue.is_multiple_of(3).then_some(u32::from(queue) / 4),
+            scheduler_request_enc: None,
         };
         let command = allocation::Command::Request(Box::new(request));
         self.tell_allocation(id, &person(&user_id, Role::User), command).unwrap();

@@ -68,7 +68,12 @@ pub(in crate::api) struct Transition {
         ("id" = Uuid, Path, description = "The allocation's id"),
         ("Last-Event-ID" = Option<i64>, Header, description = "The id of the last event that was received"),
     ),
-    responses((status = 200, description = "The events; the data of each is one `AllocationEvent`.", content_type = "text/event-stream", body = Transition)),
+    responses((
+        status = 200,
+        description = "The events; the data of each is one `AllocationEvent`.",
+        content_type = "text/event-stream",
+        body = Transition,
+    )),
 )]
 pub(in crate::api) async fn events(
     ByUser(asking): ByUser,

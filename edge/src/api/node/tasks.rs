@@ -67,7 +67,12 @@ pub(in crate::api) struct ReportView {
 }
 
 /// The node's tasks.
-#[utoipa::path(get, path = "/", params(("id" = Uuid, Path, description = "The node's id")), responses((status = 200, description = "Its tasks.", body = NodeTasks)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    responses((status = 200, description = "Its tasks.", body = NodeTasks)),
+)]
 pub(in crate::api) async fn tasks(
     _: ByAdmin,
     State(services): State<Services>,

@@ -1,6 +1,5 @@
 //! The API, who calls it, and a saga that a test plays.
 
-use crate::testing::postgres::{Durable, Postgres};
 use crate::api;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
@@ -11,6 +10,7 @@ use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
+use crate::testing::postgres::{Durable, Postgres};
 use crate::tls::connections::Connections;
 use crate::token::{Purpose, read};
 use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
@@ -387,6 +387,7 @@ fn trust() -> Trust {
     Trust {
         domain,
         api_ca_pem: node_ca.certificate_pem().to_owned(),
+        at_rest: crate::testing::key_ring(),
         node_ca,
         task_signer,
         task_key_id: active.key_id(),

@@ -1,7 +1,6 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
 use super::agent::{Agent, Applicant, enrollment, recovery_key};
-use crate::testing::postgres::{Durable, Postgres};
 use super::store::Memory;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
@@ -12,6 +11,7 @@ use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
+use crate::testing::postgres::{Durable, Postgres};
 use crate::tls::connections::Connections;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
@@ -176,6 +176,7 @@ impl World {
                 bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
                 verifier_set,
                 api_ca_pem: tls.authority_pem,
+                at_rest: crate::testing::key_ring(),
             },
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
