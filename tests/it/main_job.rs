@@ -37,7 +37,7 @@ async fn a_node_is_onboarded_rented_and_given_back() {
     assert_eq!(states, ["requested", "provisioning", "active", "releasing", "released"]);
     assert_eq!(world.states_of(allocation.id).await, ["requested", "provisioning", "active", "releasing", "released"]);
     let lived = world.states_of(node.id).await;
-    assert_eq!(lived, ["registered", "bootstrap_issued", "enrolling", "active"]);
+    assert_eq!(lived, ["registered", "bootstrap-issued", "enrolling", "active"]);
     expect_audited(&world, node.id, &["nodes.create", "nodes.issue_enrollment_token", "nodes.enroll"]).await;
     expect_audited(&world, allocation.id, &["allocations.request", "allocations.release"]).await;
 

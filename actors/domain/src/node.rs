@@ -1,7 +1,7 @@
 //! A node: a GPU machine in the inventory, from its registration to its removal (specification, *Node*; decisions 4).
 //!
 //! ```text
-//! registered ⇄ bootstrap_issued ⇄ enrolling ──first good poll──▶ active ⇄ offline
+//! registered ⇄ bootstrap-issued ⇄ enrolling ──first good poll──▶ active ⇄ offline
 //!                                                                 │ ▲  │
 //!                                        retire {drain} draining ◀┘ │  └▶ quarantined ──▶ (what it was)
 //!                                                         │         │reactivate
@@ -131,7 +131,7 @@ impl Life {
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Registered => "registered",
-            Self::BootstrapIssued { .. } => "bootstrap_issued",
+            Self::BootstrapIssued { .. } => "bootstrap-issued",
             Self::Enrolling { .. } => "enrolling",
             Self::Active => "active",
             Self::Offline => "offline",

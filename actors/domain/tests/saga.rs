@@ -108,7 +108,7 @@ fn the_worlds_moves_reach_every_corner() {
         "allocation release_failed",
         "allocation released",
         "node registered",
-        "node bootstrap_issued",
+        "node bootstrap-issued",
         "node enrolling",
         "node active",
         "node offline",

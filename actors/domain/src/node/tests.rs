@@ -356,7 +356,7 @@ const PROVED: Verdict = Verdict::Succeeded { proof: Some(TENANT) };
 fn lives() -> Vec<(&'static str, Story)> {
     vec![
         ("registered", node()),
-        ("bootstrap_issued", node().invited()),
+        ("bootstrap-issued", node().invited()),
         ("enrolling", node().enrolled()),
         ("active", node().active()),
         ("active, with a tenant", node().active().ready()),

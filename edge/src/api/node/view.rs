@@ -51,6 +51,8 @@ pub(in crate::api) struct NodeView {
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StateName {
     Registered,
+    /// As the specification writes it.
+    #[serde(rename = "bootstrap-issued")]
     BootstrapIssued,
     Enrolling,
     Active,
@@ -173,7 +175,7 @@ impl StateName {
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Registered => "registered",
-            Self::BootstrapIssued => "bootstrap_issued",
+            Self::BootstrapIssued => "bootstrap-issued",
             Self::Enrolling => "enrolling",
             Self::Active => "active",
             Self::Offline => "offline",

@@ -20,7 +20,7 @@ fn a_registration_must_agree_with_its_sku() {
 
 #[test]
 fn a_node_is_onboarded() {
-    let active = node().expect("registered").invited().expect("bootstrap_issued").agent(enrollment());
+    let active = node().expect("registered").invited().expect("bootstrap-issued").agent(enrollment());
     let active = active.expect("enrolling").agent(poll()).expect("active").says(&["node.state_changed"]);
     assert_eq!(active.node.gpus_free(), GPUS);
 }
@@ -48,7 +48,7 @@ fn a_token_that_nobody_uses_expires_with_its_time_to_live() {
 
 #[test]
 fn an_enrollment_that_comes_to_nothing_voids_its_certificate() {
-    let expired = node().enrolled().at_its_timer().ticked().expect("bootstrap_issued");
+    let expired = node().enrolled().at_its_timer().ticked().expect("bootstrap-issued");
     assert_eq!(expired.refuses(&agent(), poll()), Rejection::CertificateUnknown);
     assert_eq!(expired.effects, [Effect::CloseNode(NODE)]);
     expired.ticked().expect("registered").invited().agent(enrollment()).expect("enrolling");
@@ -166,7 +166,7 @@ fn a_machine_that_changes_in_service_is_quarantined() {
 fn a_quarantine_of_what_was_never_enrolled_can_be_released() {
     let release = Command::ReleaseQuarantine { reason: "r".into() };
     node().quarantined().admin(release.clone()).expect("registered");
-    node().invited().quarantined().admin(release).expect("bootstrap_issued");
+    node().invited().quarantined().admin(release).expect("bootstrap-issued");
     // And it cannot slip into service from there.
     assert!(matches!(node().quarantined().refuses(&admin(), retire(false)), Rejection::WrongState { .. }));
 }
