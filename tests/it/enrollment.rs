@@ -227,18 +227,26 @@ async fn an_expired_certificate_gets_nothing_on_a_live_and_on_a_resumed_connecti
     expect_reason(&agent.heartbeat().await, "certificate_expired");
     expect_reason(&agent.poll(1).await.unwrap(), "certificate_expired");
     // A resumed session verifies nothing by itself; a whole handshake is refused before there is a request.
-    match answer_to(wait()).await {
-        Ok(answer) => expect_reason(&answer, "certificate_expired"),
-        Err(error) => assert!(format!("{error:?}").contains("CertificateExpired"), "{error:?}"),
-    }
+    expect_shut_out(answer_to(wait()).await);
     let fresh = agent.client_without_pool();
-    match answer_to(agent.request_with(&fresh, node.id, Method::GET, "tasks/wait?timeout_seconds=1")).await {
-        Ok(answer) => expect_reason(&answer, "certificate_expired"),
-        Err(error) => assert!(format!("{error:?}").contains("CertificateExpired"), "{error:?}"),
-    }
+    let asked = agent.request_with(&fresh, node.id, Method::GET, "tasks/wait?timeout_seconds=1");
+    expect_shut_out(answer_to(asked).await);
     let lives = HandAgent::with_identity(&longer, &longer_key, &longer_lived);
     lives.heartbeat().await.ok();
     world.end().await;
+}
+
+/// Told why, or not let in: in TLS 1.3 the client has sent its request before it reads the server's alert, and sees either that or
+/// the closed connection.
+#[track_caller]
+fn expect_shut_out(asked: reqwest::Result<Answer>) {
+    match asked {
+        Ok(answer) => expect_reason(&answer, "certificate_expired"),
+        Err(error) => {
+            let why = format!("{error:?}");
+            assert!(why.contains("CertificateExpired") || why.contains("ChannelClosed"), "{why}");
+        }
+    }
 }
 
 #[track_caller]

@@ -86,32 +86,8 @@ impl Postgres {
         if self.process.as_mut().is_some_and(ChildProcess::is_running) {
             return Ok(());
         }
-        let settings = [
-            "listen_addresses=127.0.0.1",
-            "unix_socket_directories=",
-            "ssl=on",
-            "ssl_cert_file=server.pem",
-            "ssl_key_file=server.key",
-            "ssl_min_protocol_version=TLSv1.2",
-            "password_encryption=scram-sha-256",
-            "fsync=on",
-            "synchronous_commit=on",
-            "full_page_writes=on",
-            "max_connections=300",
-            "log_line_prefix=%m [%p] %q%u@%d ",
-        ];
-        let process = Launch::new("postgres", self.programs.join("postgres"), &self.log)
-            .argument("-D")
-            .argument(self.home.path.join("data"))
-            .argument("-p")
-            .argument(self.port.to_string())
-            .arguments(settings.iter().flat_map(|setting| ["-c", setting]))
-            .variable("LC_ALL", "C")
-            .account(self.account)
-            // Fast shutdown: ends the sessions, writes a checkpoint.
-            .stop_signal(Signal::SIGINT)
-            .spawn()?;
-        let process = self.process.insert(process);
+        let process = self.launch()?;
+        let mut process = self.process.insert(process);
         let options: sqlx::postgres::PgConnectOptions =
             connection_url(self.port, &self.password, &self.ca_path, "postgres").parse()?;
         let until = Instant::now() + STARTS_WITHIN;
@@ -121,6 +97,13 @@ impl Postgres {
                 Err(error) => error,
             };
             if let Some(status) = process.exit_status() {
+                // The sessions of a server that was killed outlive it for a moment, and hold its shared memory.
+                if process.log_tail().contains("pre-existing shared memory block") && Instant::now() < until {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    let again = self.launch()?;
+                    process = self.process.insert(again);
+                    continue;
+                }
                 bail!("postgres ended while starting ({status}); its log ends with:\n{}", process.log_tail());
             }
             if Instant::now() > until {
@@ -175,6 +158,34 @@ impl Postgres {
         let statement = format!("CREATE DATABASE \"{name}\"");
         sqlx::raw_sql(sqlx::AssertSqlSafe(statement)).execute(&mut connection).await?;
         Ok(connection.close().await?)
+    }
+
+    fn launch(&self) -> anyhow::Result<ChildProcess> {
+        let settings = [
+            "listen_addresses=127.0.0.1",
+            "unix_socket_directories=",
+            "ssl=on",
+            "ssl_cert_file=server.pem",
+            "ssl_key_file=server.key",
+            "ssl_min_protocol_version=TLSv1.2",
+            "password_encryption=scram-sha-256",
+            "fsync=on",
+            "synchronous_commit=on",
+            "full_page_writes=on",
+            "max_connections=300",
+            "log_line_prefix=%m [%p] %q%u@%d ",
+        ];
+        Launch::new("postgres", self.programs.join("postgres"), &self.log)
+            .argument("-D")
+            .argument(self.home.path.join("data"))
+            .argument("-p")
+            .argument(self.port.to_string())
+            .arguments(settings.iter().flat_map(|setting| ["-c", setting]))
+            .variable("LC_ALL", "C")
+            .account(self.account)
+            // Fast shutdown: ends the sessions, writes a checkpoint.
+            .stop_signal(Signal::SIGINT)
+            .spawn()
     }
 
     /// SIGKILL to the server, as a crash of it. `start_again` recovers from the write-ahead log.
