@@ -16,7 +16,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::task::{TaskPayload, TaskResult};
+use wire::task::{Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::store::{self, StoreError};
 
@@ -146,6 +146,13 @@ impl Journal {
         lock(&self.records).values().filter(open).cloned().collect()
     }
 
+    /// Whether this agent has cleaned the allocation up. An order to set it up that arrives after that is a late one: the GPUs may be
+    /// somebody else's by now.
+    #[must_use]
+    pub fn has_released(&self, allocation_id: Uuid) -> bool {
+        lock(&self.records).values().any(|record| releases(record, allocation_id))
+    }
+
     /// Appends a line. Returns when it is written, and on disk where an effect hangs on it.
     ///
     /// # Errors
@@ -155,6 +162,14 @@ impl Journal {
         self.writer.send((line, written)).map_err(|_| JournalError::Closed)?;
         answer.await.map_err(|_| JournalError::Closed)?
     }
+}
+
+fn releases(record: &Record, allocation_id: Uuid) -> bool {
+    let succeeded = match &record.phase {
+        Phase::Done(result) | Phase::Reported(result) => result.status == TaskStatus::Succeeded,
+        Phase::Accepted | Phase::Started => false,
+    };
+    succeeded && matches!(&record.payload.task, Task::Release(release) if release.allocation_id == allocation_id)
 }
 
 fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
@@ -321,7 +336,7 @@ fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
 mod tests {
     use std::fs;
 
-    use wire::task::{Task, TaskStatus};
+    use wire::task::Release;
 
     use super::*;
 
@@ -368,6 +383,21 @@ mod tests {
 
     fn phase(journal: &Journal, task: u128) -> Phase {
         journal.record(Uuid::from_u128(task)).unwrap().phase
+    }
+
+    #[tokio::test]
+    async fn an_allocation_counts_as_released_from_its_successful_clean_up_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        let allocation_id = Uuid::from_u128(9);
+        let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
+        let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
+        let task_id = payload.task_id;
+        journal.append(Line::Accepted { payload }).await.unwrap();
+        assert!(!journal.has_released(allocation_id));
+        journal.append(Line::Done { task_id, result: result(1) }).await.unwrap();
+        assert!(journal.has_released(allocation_id));
+        assert!(!journal.has_released(Uuid::from_u128(10)));
     }
 
     #[tokio::test]

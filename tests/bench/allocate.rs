@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use supervisors::dev::identity::Person;
 use tests::bench::{Plan, Report, Turns, median, rounded};
 use tests::world::client::Client;
 use tests::world::hand::HandAgent;
@@ -50,16 +51,16 @@ async fn run() -> anyhow::Result<()> {
         .await;
     let fleet = Fleet::onboard(&mut world).await;
     let floor = Floor::prepare(&world.pool).await?;
-    let user = Tenant::of(&world)?;
+    let users = Tenants::of(&world)?;
 
     // Warm: caches, connections, prepared statements.
-    user.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
+    users.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
     let mut turns = Turns::default();
     let mut loads: Vec<Vec<Load>> = vec![Vec::new(); AT_ONCE.len()];
     let mut to_active_floor = Vec::new();
     for _ in 0..plan.rounds {
         for (at_once, of_it) in AT_ONCE.iter().zip(&mut loads) {
-            of_it.push(user.cycles(*at_once, plan.each).await?);
+            of_it.push(users.cycles(*at_once, plan.each).await?);
         }
         let cycles = loads.last().and_then(|of_it| of_it.last()).map_or(0.0, |load| load.cycles_per_second);
         turns.round(cycles, floor.cycles(AT_ONCE[1], plan.each).await?);
@@ -74,6 +75,9 @@ async fn run() -> anyhow::Result<()> {
             .figure(format!("to_active_p99_ms_at_{at_once}"), middle(|load| load.p99_ms))
             .figure(format!("cycles_per_second_at_{at_once}"), middle(|load| load.cycles_per_second));
     }
+    for (from, to) in [("request", "reserved"), ("reserved", "provisioned"), ("release", "cleaned")] {
+        report = report.figure(format!("{from}_to_{to}_p50_ms"), rounded(between(&world.pool, from, to).await?));
+    }
     let cycles: usize = loads.iter().flatten().map(|load| load.cycles).sum();
     let aim = |met: bool| if met { "met" } else { "missed" };
     let p50 = report.figures["to_active_p50_ms_at_1"].as_f64().unwrap_or(f64::MAX);
@@ -86,14 +90,31 @@ async fn run() -> anyhow::Result<()> {
         .condition("nodes", NODES)
         .condition("cycles", cycles)
         .condition("replicas", 1)
+        .condition("users", AT_ONCE[1])
         .condition("commits_in_a_cycle", COMMITS)
         .condition("agents", "simulated, in the process of the client")
-        .condition("connection", "one kept alive for each client; TLS")
+        .condition("connection", "kept alive; TLS, HTTP/2")
+        .condition("waiting", "one stream of events for each allocation")
         .publish()?;
+    let rows = sqlx::query_as::<_, (String, String, i64, f64)>("SELECT kind, command, count(*), 0::float8 FROM history GROUP BY 1,2 ORDER BY 3 DESC").fetch_all(&world.pool).await?;
+    eprintln!("{rows:?}");
+    let rows = sqlx::query_as::<_, (String, String, String, String)>("SELECT kind, command, to_char(at, 'HH24:MI:SS.MS'), why FROM history WHERE at > (SELECT max(at) - interval '7 seconds' FROM history WHERE command='request') AND entity IN (SELECT entity FROM history WHERE command='request' ORDER BY at DESC OFFSET 60 LIMIT 3) ORDER BY entity, version").fetch_all(&world.pool).await?;
+    for row in rows { eprintln!("{row:?}"); }
+    let metrics = world.admin.get("/metrics").await.text;
+    for line in metrics.lines().filter(|l| l.starts_with("provisioning_") || l.contains("commit")) { eprintln!("{line}"); }
     // The agents go first: what is torn off in the middle is no part of the figures.
     fleet.leave();
     world.end().await;
     Ok(())
+}
+
+/// The median time between two decisions of the same allocation, over the whole run: where the time goes.
+async fn between(pool: &PgPool, from: &str, to: &str) -> anyhow::Result<f64> {
+    let statement = "SELECT percentile_cont(0.5) WITHIN GROUP (ORDER BY extract(epoch FROM later.at - earlier.at)::float8 * 1000) \
+                     FROM history earlier JOIN history later ON later.entity = earlier.entity \
+                     WHERE earlier.kind = 'allocation' AND earlier.command = $1 AND later.command = $2";
+    let median: Option<f64> = sqlx::query_scalar(statement).bind(from).bind(to).fetch_one(pool).await?;
+    median.with_context(|| format!("no allocation went from {from} to {to}"))
 }
 
 /// `target/release`, whatever profile this is built in.
@@ -140,11 +161,11 @@ impl Fleet {
     }
 }
 
-/// Who rents and gives back.
-struct Tenant {
+/// Those who rent and give back, one for each that does so at once: what one user does is one entity's business, and so in order.
+struct Tenants {
     http: reqwest::Client,
     base: String,
-    token: String,
+    tokens: Vec<String>,
 }
 
 /// One measurement.
@@ -156,7 +177,7 @@ struct Load {
     cycles: usize,
 }
 
-impl Tenant {
+impl Tenants {
     fn of(world: &World) -> anyhow::Result<Self> {
         use secrecy::ExposeSecret as _;
         let ca = std::fs::read(world.authority.certificate_path())?;
@@ -165,19 +186,25 @@ impl Tenant {
             .no_proxy()
             .timeout(Duration::from_secs(30))
             .build()?;
-        let token = world.identity.token_of("user")?.expose_secret().to_owned();
+        let mut tokens = Vec::new();
+        for number in 0..AT_ONCE[1] {
+            let name = format!("tenant-{number}");
+            world.identity.admit(Person::new(&name, &["user"]));
+            tokens.push(world.identity.token_of(&name)?.expose_secret().to_owned());
+        }
         let client: Client = world.at_replica(0, "user");
-        Ok(Self { http, base: client.base().to_owned(), token })
+        Ok(Self { http, base: client.base().to_owned(), tokens })
     }
 
     /// So many cycles at once for a while, each: rent, wait for `active`, release, wait for `released`.
     async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<Load> {
-        let done = Arc::new(AtomicUsize::new(0));
+        let done = &AtomicUsize::new(0);
         let began = Instant::now();
-        let one = |_| async {
+        let one = |token: usize| async move {
+            let token = &self.tokens[token];
             let mut times = Vec::new();
             while began.elapsed() < during {
-                times.push(self.cycle().await?);
+                times.push(self.cycle(token).await?);
                 done.fetch_add(1, Ordering::Relaxed);
             }
             anyhow::Ok(times)
@@ -200,40 +227,40 @@ impl Tenant {
         })
     }
 
-    /// How long it took to `active`.
-    async fn cycle(&self) -> anyhow::Result<Duration> {
+    /// How long it took to `active`. One stream of the allocation's transitions tells of its whole life.
+    async fn cycle(&self, token: &str) -> anyhow::Result<Duration> {
         let began = Instant::now();
         let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
-        let created = self.post("/api/v1/allocations", &wanted).await?;
+        let created = self.post(token, "/api/v1/allocations", &wanted).await?;
         let path = format!("/api/v1/allocations/{}", id_of(&created));
-        self.wait_for(&path, "active").await?;
+        let url = format!("{}{path}/events", self.base);
+        let mut told = self.http.get(url).bearer_auth(token).send().await?.error_for_status()?;
+        let mut heard = String::new();
+        hear_of("active", &mut told, &mut heard).await.with_context(|| path.clone())?;
         let took = began.elapsed();
-        self.post(&format!("{path}/release"), &json!({})).await?;
-        self.wait_for(&path, "released").await?;
+        self.post(token, &format!("{path}/release"), &json!({})).await?;
+        hear_of("released", &mut told, &mut heard).await.with_context(|| path.clone())?;
         Ok(took)
     }
 
-    async fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
-        let request = self.http.post(format!("{}{path}", self.base)).bearer_auth(&self.token);
+    async fn post(&self, token: &str, path: &str, body: &Value) -> anyhow::Result<Value> {
+        let request = self.http.post(format!("{}{path}", self.base)).bearer_auth(token);
         let answer = request.header("Idempotency-Key", Uuid::new_v4().to_string()).json(body).send().await?;
         let (status, text) = (answer.status(), answer.text().await?);
         ensure!(status.is_success(), "POST {path}: {status} {text}");
         Ok(serde_json::from_str(&text)?)
     }
+}
 
-    async fn wait_for(&self, path: &str, state: &str) -> anyhow::Result<()> {
-        let url = format!("{}{path}", self.base);
-        let began = Instant::now();
-        loop {
-            let seen: Value = self.http.get(&url).bearer_auth(&self.token).send().await?.json().await?;
-            if seen["state"] == state {
-                return Ok(());
-            }
-            ensure!(began.elapsed() < Duration::from_secs(60), "{path} is not {state}: {seen}");
-            // A look every 2 ms costs the service less than it tells.
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
+/// Reads the stream until it tells of this state.
+async fn hear_of(state: &str, told: &mut reqwest::Response, heard: &mut String) -> anyhow::Result<()> {
+    let wanted = format!("\"state\":\"{state}\"");
+    while !heard.contains(&wanted) {
+        let more = tokio::time::timeout(Duration::from_secs(60), told.chunk()).await.context("nothing for 60 s")??;
+        let more = more.with_context(|| format!("the stream ended without {state}: {heard}"))?;
+        heard.push_str(&String::from_utf8_lossy(&more));
     }
+    Ok(())
 }
 
 /// The commits of a cycle without anything around them.

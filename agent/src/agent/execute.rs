@@ -168,6 +168,11 @@ impl Agent {
     }
 
     async fn do_task(&self, payload: &TaskPayload) -> Result<Effect, Failure> {
+        if let Task::Provision(provision) = &payload.task
+            && self.journal.has_released(provision.allocation_id)
+        {
+            return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
+        }
         let executor = Arc::clone(&self.executor);
         let task = payload.task.clone();
         let seal = Seal {
