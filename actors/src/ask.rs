@@ -13,7 +13,7 @@ pub struct Asked {
     /// Checked again when the command is taken out of the mailbox: nobody waits for it after that.
     pub deadline: Timestamp,
     pub command: Option<CommandKey>,
-    /// Releases, depletion and operators: let in where others are turned away.
+    /// Releases, operators and sagas under way: let in where new requests are turned away.
     pub urgent: bool,
 }
 

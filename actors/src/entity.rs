@@ -1,6 +1,6 @@
 //! The ractor actor that hosts one entity's [`Shell`]: it carries out what the shell asks for, and awaits nothing in its mailbox.
 
-use crate::ask::Answer;
+use crate::ask::{Answer, AskError};
 use crate::host::{Exit, Facts, Host, Slot};
 use crate::ports::Term;
 use crate::shell::{Ask, Input, Now, Output, Shell};
@@ -105,6 +105,7 @@ impl<M: Machine> Hosted<M> {
                     tell_later(myself, async move { Input::Looked(host.store().command(id).await) });
                 }
                 Output::Reply(token, answer) => {
+                    let answer = self.if_it_may_be_true(answer);
                     if let Some(Waiter { answer: asker, slot }) = self.waiters.remove(&token) {
                         // The place first: whoever has the answer may ask the same again at once.
                         drop(slot);
@@ -118,6 +119,16 @@ impl<M: Machine> Hosted<M> {
                 Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
             }
         }
+    }
+
+    /// What was committed is true. What was only remembered, and a refusal decided from it, is so while the lease lasts.
+    fn if_it_may_be_true(&self, answer: Answer<M>) -> Answer<M> {
+        let from_memory = match &answer {
+            Ok(answered) => !answered.written && !answered.replayed,
+            Err(AskError::Rejected(_) | AskError::Unavailable { .. }) => true,
+            Err(_) => false,
+        };
+        if from_memory && !self.host.world().may_answer_from_memory() { Err(AskError::NotOwner) } else { answer }
     }
 
     /// Out of the directory first, so that whoever asks next wakes a fresh one; then away. The version check keeps the two apart.

@@ -374,6 +374,9 @@ impl Host {
     ) -> Result<oneshot::Receiver<Answer<M>>, AskError<M::Rejection>> {
         let shard = shard_of(entity.id);
         let owned = self.shards.get(&shard).map(|owned| Arc::clone(&owned)).ok_or(AskError::NotOwner)?;
+        if !self.world.may_answer_from_memory() {
+            return Err(AskError::NotOwner);
+        }
         let lane = if asked.urgent { 2 } else { 1 };
         let mut slot = Slot::in_shard(&owned.waiting, self.config.per_shard * lane).ok_or(AskError::Overloaded)?;
         // Checked after the place is taken: whoever closes the shard waits for those who hold one.

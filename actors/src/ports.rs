@@ -52,6 +52,11 @@ pub trait World: Send + Sync + 'static {
     fn now(&self) -> Timestamp;
     fn seed(&self) -> u128;
     fn policy(&self) -> Arc<PolicyBook>;
+    /// Whether this member's renewal is fresh. Only then may it answer from its memory: after that its shards may be another's,
+    /// and what it remembers may be old. What was committed is true in any case.
+    fn may_answer_from_memory(&self) -> bool {
+        true
+    }
 }
 
 /// A shard's term, as its owner holds it.

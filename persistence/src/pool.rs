@@ -1,10 +1,13 @@
 //! How this process reaches Postgres.
 
+mod undelayed;
+
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
+use undelayed::undelayed;
 
 /// Where the database is and how many connections the reads may hold. The committer's workers hold one more each.
 #[derive(Clone, Debug)]
@@ -43,17 +46,20 @@ pub enum PoolError {
     // The source is left out: it may quote the URL, and with it the password.
     #[error("the database URL cannot be read: it should look like postgres://user:password@host:5432/database")]
     Url,
+    #[error("the way to the database cannot be laid")]
+    Way(#[source] std::io::Error),
     #[error("the database at {host} is not local and no certificate authority is configured to know it by")]
     Unverified { host: String },
 }
 
-/// A pool that connects when it is first used.
+/// A pool that connects when it is first used. To be called within the runtime.
 ///
 /// # Errors
 /// [`PoolError`] where the URL is malformed, or names a foreign host that could not be verified.
 pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
     let milliseconds = config.statement_timeout.as_millis().to_string();
     let options = connect_options(config)?.options([("statement_timeout", milliseconds.as_str())]);
+    let options = undelayed(options).map_err(PoolError::Way)?;
     Ok(PgPoolOptions::new()
         .max_connections(config.connections)
         .acquire_timeout(config.acquire_timeout)

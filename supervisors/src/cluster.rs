@@ -19,6 +19,9 @@ pub const BEAT: Duration = Duration::from_secs(1);
 /// refuse afterwards, so that the number decides about speed and never about correctness.
 pub const SILENCE: Duration = Duration::from_secs(3);
 
+/// How long a renewal lets a member answer from its memory: it stops before the others may take its shards.
+pub const LEASE: Duration = Duration::from_millis(2500);
+
 /// What this member knows of the cluster, as it was read last.
 pub struct View {
     pub me: Member,
@@ -53,6 +56,7 @@ impl View {
     /// True while this member's own renewal is fresh: only then it may answer from its memory.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
-        self.seen().renewed_at.is_some_and(|at| at.elapsed() < SILENCE)
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.renewed_at.is_some_and(|at| at.elapsed() < LEASE)
     }
 }

@@ -46,10 +46,14 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
 /// Batches of committed events that may wait for the relay; what does not fit is found by the poll.
 const RELAY_QUEUE: usize = 4096;
+
+/// How long the ordered end may take; a service manager kills what takes longer.
+const END_WITHIN: Duration = Duration::from_secs(25);
 
 /// How long a probe waits for a node.
 const PROBE_PATIENCE: Duration = Duration::from_secs(3);
@@ -74,6 +78,8 @@ struct Process {
     polls: Polls,
     connections: Connections,
     stop_listening: CancellationToken,
+    /// Ends when the last connection of the last listener is closed.
+    listeners: TaskTracker,
 }
 
 /// Runs until SIGTERM or SIGINT, then ends in order.
@@ -101,7 +107,8 @@ impl Process {
         let (committed, rows) = mpsc::channel(RELAY_QUEUE);
         let metrics = CommitterMetrics::register(&registry)?;
         let committer = Committer::start(&pool, CommitterConfig::new(member), metrics, committed.clone());
-        let here = Arc::new(Here::default());
+        let view = Arc::new(View::new(me(member, &config)));
+        let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
         let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
@@ -110,8 +117,8 @@ impl Process {
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
-        let view = Arc::new(View::new(me(member, &config)));
-        let cluster = Cluster::new(pool.clone());
+        // Of its own, so that a busy pool never makes a living member look dead.
+        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
         let supervisor = Supervisor::start().await?;
         let takes_shards = config.roles.contains(&Role::Entities);
         let owner = Owner::new(
@@ -153,6 +160,7 @@ impl Process {
             polls,
             connections,
             stop_listening: CancellationToken::new(),
+            listeners: TaskTracker::new(),
         })
     }
 
@@ -254,6 +262,7 @@ impl Process {
             connections: self.connections.clone(),
             trust_domain: None,
             stop: self.stop_listening.clone(),
+            open: self.listeners.clone(),
         };
         let node = Listening {
             at: bind(config.node_listen).await?,
@@ -262,6 +271,7 @@ impl Process {
             connections: self.connections.clone(),
             trust_domain: Some(services.trust.domain.clone()),
             stop: self.stop_listening.clone(),
+            open: self.listeners.clone(),
         };
         Ok([("public-api", public), ("node-api", node)]
             .into_iter()
@@ -274,17 +284,29 @@ impl Process {
     /// Nothing new comes in, parked polls are answered, shards are handed over, what was committed is published.
     async fn end(&self) {
         tracing::info!("stopping");
+        if tokio::time::timeout(END_WITHIN, self.end_in_order()).await.is_err() {
+            tracing::warn!("the ordered end took too long; what is left is taken over by others");
+        }
+        tracing::info!("stopped");
+    }
+
+    async fn end_in_order(&self) {
         self.stop_listening.cancel();
+        self.listeners.close();
+        self.listeners.wait().await;
         for name in SHUTDOWN {
-            if *name == "cluster" {
-                self.owner.leave().await;
-            }
-            if *name == "outbox-relay" {
-                self.committer.close().await;
+            match *name {
+                // From here on nobody counts on this member; its shards go one by one, and what is under way is answered first.
+                "entities" => {
+                    self.supervisor.stop("beat").await;
+                    self.supervisor.stop("ownership").await;
+                    self.owner.leave().await;
+                }
+                "outbox-relay" => self.committer.close().await,
+                _ => {}
             }
             self.supervisor.stop(name).await;
         }
-        tracing::info!("stopped");
     }
 }
 
@@ -297,6 +319,7 @@ struct Listening {
     connections: Connections,
     trust_domain: Option<TrustDomain>,
     stop: CancellationToken,
+    open: TaskTracker,
 }
 
 impl Listening {
@@ -309,7 +332,9 @@ impl Listening {
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
         };
+        let open = self.open.token();
         server.serve(listener, self.stop.clone()).await?;
+        drop(open);
         // It was told to stop: the supervisor stops this worker next.
         self.stop.cancelled().await;
         std::future::pending().await
@@ -365,10 +390,14 @@ fn me(id: MemberId, config: &Config) -> Member {
     }
 }
 
-async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
+fn database(config: &Config) -> PoolConfig {
     let mut pool = PoolConfig::new(config.database_url.clone(), config.database_ca.clone());
     pool.application_name = format!("gpuaas {}", config.member_name);
-    let pool = persistence::pool::open(&pool)?;
+    pool
+}
+
+async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
+    let pool = persistence::pool::open(&database(config))?;
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
     persistence::sweep::make_partitions(&pool, 2).await?;
     Ok(pool)

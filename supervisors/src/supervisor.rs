@@ -213,14 +213,21 @@ impl Actor for Root {
         let work = {
             let mut book = lock(book);
             let Some(entry) = book.get_mut(name).filter(|entry| entry.actor.is_none()) else { return Ok(()) };
-            entry.enter("running");
+            if entry.work.is_some() {
+                entry.enter("running");
+            }
             entry.work.clone()
         };
         let Some(work) = work else { return Ok(()) };
         match Actor::spawn_linked(None, Worker { name }, work, myself.get_cell()).await {
             Ok((actor, _)) => {
                 if let Some(entry) = lock(book).get_mut(name) {
-                    entry.actor = Some(actor);
+                    // It may have been told to stop while it was started.
+                    if entry.work.is_none() {
+                        actor.stop(None);
+                    } else {
+                        entry.actor = Some(actor);
+                    }
                 }
             }
             Err(error) => ended(&myself, book, name, error.to_string()),

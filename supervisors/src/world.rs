@@ -1,5 +1,6 @@
 //! Time, chance and policy as this process knows them, and the adapter between the shell's store and Postgres.
 
+use crate::cluster::View;
 use actors::ports::{Store, StoreError, World};
 use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
@@ -12,13 +13,18 @@ use persistence::{Committer, Reads};
 use std::sync::Arc;
 use tokio::sync::Notify;
 
-/// The clock, the dice, and the policy values as they were read last.
-#[derive(Default)]
+/// The clock, the dice, the policy values as they were read last, and this member's lease.
 pub struct Here {
     policy: ArcSwap<PolicyBook>,
+    view: Arc<View>,
 }
 
 impl Here {
+    #[must_use]
+    pub fn new(view: Arc<View>) -> Self {
+        Self { policy: ArcSwap::default(), view }
+    }
+
     /// Replaces the policy values.
     pub fn learn(&self, book: PolicyBook) {
         self.policy.store(Arc::new(book));
@@ -38,6 +44,10 @@ impl World for Here {
 
     fn policy(&self) -> Arc<PolicyBook> {
         self.policy.load_full()
+    }
+
+    fn may_answer_from_memory(&self) -> bool {
+        self.view.is_fresh()
     }
 }
 

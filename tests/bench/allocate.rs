@@ -96,12 +96,6 @@ async fn run() -> anyhow::Result<()> {
         .condition("connection", "kept alive; TLS, HTTP/2")
         .condition("waiting", "one stream of events for each allocation")
         .publish()?;
-    let rows = sqlx::query_as::<_, (String, String, i64, f64)>("SELECT kind, command, count(*), 0::float8 FROM history GROUP BY 1,2 ORDER BY 3 DESC").fetch_all(&world.pool).await?;
-    eprintln!("{rows:?}");
-    let rows = sqlx::query_as::<_, (String, String, String, String)>("SELECT kind, command, to_char(at, 'HH24:MI:SS.MS'), why FROM history WHERE at > (SELECT max(at) - interval '7 seconds' FROM history WHERE command='request') AND entity IN (SELECT entity FROM history WHERE command='request' ORDER BY at DESC OFFSET 60 LIMIT 3) ORDER BY entity, version").fetch_all(&world.pool).await?;
-    for row in rows { eprintln!("{row:?}"); }
-    let metrics = world.admin.get("/metrics").await.text;
-    for line in metrics.lines().filter(|l| l.starts_with("provisioning_") || l.contains("commit")) { eprintln!("{line}"); }
     // The agents go first: what is torn off in the middle is no part of the figures.
     fleet.leave();
     world.end().await;

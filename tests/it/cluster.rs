@@ -143,7 +143,10 @@ async fn a_corrupt_snapshot_is_parked_and_shown_while_a_hundred_others_go_on() {
     assert_eq!(shown["status"], "parked", "{shown}");
     assert!(shown["last_error"].is_string() || shown["waits_for"].is_string(), "it says why: {shown}");
     for index in 0..2 {
-        let tree = world.at_replica(index, "admin").get("/api/v1/admin/runtime/tree?parked=true").await.ok();
+        // A replica that has just begun may not know the other yet.
+        let shows = |tree: &Value| tree["parked"].as_u64() > Some(0);
+        let path = "/api/v1/admin/runtime/tree?parked=true";
+        let tree = world.at_replica(index, "admin").wait_until(path, "the parked node is shown", shows).await;
         entity_in(&tree, sick.id);
     }
 

@@ -19,6 +19,9 @@ use tokio_util::sync::CancellationToken;
 /// them, which the asker sees as silence.
 const AT_ONCE: usize = 256;
 
+/// How long a word may take to leave.
+const SAID_WITHIN: Duration = Duration::from_millis(100);
+
 /// What a member says to the others.
 #[derive(Clone)]
 pub struct Bus {
@@ -75,7 +78,7 @@ impl Bus {
         self.client.connection_state() == async_nats::connection::State::Connected
     }
 
-    /// Tells all replicas, this one's polls excepted: it knows already.
+    /// Tells all replicas; this one hears it too, which costs a look and changes nothing.
     pub async fn nudge(&self, nudge: Nudge) {
         let (subject, node) = match nudge {
             Nudge::Wake(node) => ("gpuaas.node.wake", node),
@@ -102,9 +105,14 @@ impl Bus {
     }
 
     pub(super) async fn say(&self, subject: &'static str, payload: Vec<u8>) {
-        // Best effort by nature: who must know reads Postgres.
-        if let Err(error) = self.client.publish(subject, payload.into()).await {
-            tracing::debug!(%error, subject, "could not publish");
+        // Best effort by nature: who must know reads Postgres. While there is no connection the client would keep what is said, and
+        // at last keep us waiting.
+        if !self.is_connected() {
+            return;
+        }
+        let said = tokio::time::timeout(SAID_WITHIN, self.client.publish(subject, payload.into())).await;
+        if !matches!(said, Ok(Ok(()))) {
+            tracing::debug!(subject, "could not publish");
         }
     }
 
@@ -118,23 +126,30 @@ impl Bus {
         self.say("gpuaas.cluster.changed", Vec::new()).await;
     }
 
-    /// Serves commands for `shard` until `until`.
-    ///
-    /// # Errors
-    /// Where the subscription cannot be made.
-    pub async fn serve_shard(
-        &self,
-        shard: Shard,
-        directory: Directory,
-        until: CancellationToken,
-    ) -> anyhow::Result<()> {
-        let mut commands = self.client.subscribe(subject_of(shard)).await?;
+    /// Serves commands for `shard` until `until`, and then those that were sent before that was known.
+    pub fn serve_shard(&self, shard: Shard, directory: Directory, until: CancellationToken) {
         let client = self.client.clone();
         let places = Arc::new(Semaphore::new(AT_ONCE));
+        // Subscribed in a task of its own: without a connection this waits, and nothing else must.
         tokio::spawn(async move {
+            let subscribed = tokio::select! {
+                () = until.cancelled() => return,
+                subscribed = client.subscribe(subject_of(shard)) => subscribed,
+            };
+            let mut commands = match subscribed {
+                Ok(commands) => commands,
+                Err(error) => return tracing::error!(%error, %shard, "commands for the shard cannot be heard"),
+            };
+            let mut draining = false;
             loop {
                 let message = tokio::select! {
-                    () = until.cancelled() => break,
+                    () = until.cancelled(), if !draining => {
+                        draining = true;
+                        if commands.drain().await.is_err() {
+                            break;
+                        }
+                        continue;
+                    }
                     message = commands.next() => message,
                 };
                 let (Some(message), Ok(place)) = (message, Arc::clone(&places).acquire_owned().await) else { break };
@@ -148,10 +163,7 @@ impl Bus {
                     drop(place);
                 });
             }
-            // Told to NATS before the shard is another's: who asks then hears that nobody is there, and asks again.
-            let _ = commands.unsubscribe().await;
         });
-        Ok(())
     }
 }
 

@@ -75,6 +75,9 @@ impl Owner {
         for n in 0_u64.. {
             turn.tick().await;
             self.bus.beat(self.view.me.id).await;
+            if !self.view.is_fresh() {
+                self.stop_serving_all();
+            }
             if n % 2 == 0 {
                 let before = Instant::now();
                 match tokio::time::timeout(SILENCE, self.cluster.beat(&self.view.me)).await {
@@ -169,7 +172,7 @@ impl Owner {
         for owned in shards {
             let here = self.host.term(owned.shard);
             match (owned.owner == Some(me), here) {
-                (true, Some(term)) if term.epoch == owned.epoch => {}
+                (true, Some(term)) if term.epoch == owned.epoch => self.serve(owned.shard),
                 (true, _) => {
                     to_open.insert(owned.shard, owned.epoch);
                 }
@@ -189,14 +192,30 @@ impl Owner {
         for (shard, epoch) in shards {
             let parent = self.parent.lock().unwrap_or_else(PoisonError::into_inner).clone();
             self.host.open(Term { shard, epoch }, parent).await?;
-            let until = CancellationToken::new();
-            self.bus.serve_shard(shard, self.directory.clone(), until.clone()).await?;
-            let earlier = self.serving.lock().unwrap_or_else(PoisonError::into_inner).insert(shard, until);
-            if let Some(earlier) = earlier {
-                earlier.cancel();
-            }
+            self.serve(shard);
         }
         Ok(())
+    }
+
+    /// Hears commands for the shard, if it does not yet.
+    fn serve(&self, shard: Shard) {
+        if !self.view.is_fresh() {
+            return;
+        }
+        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        serving.entry(shard).or_insert_with(|| {
+            let until = CancellationToken::new();
+            self.bus.serve_shard(shard, self.directory.clone(), until.clone());
+            until
+        });
+    }
+
+    /// This member may not answer from its memory any more: another may own its shards by now, and must be the only one heard.
+    fn stop_serving_all(&self) {
+        let serving = std::mem::take(&mut *self.serving.lock().unwrap_or_else(PoisonError::into_inner));
+        for until in serving.into_values() {
+            until.cancel();
+        }
     }
 
     /// Hands over what should be another living member's: intake closed, drained, the epoch raised.
@@ -205,9 +224,7 @@ impl Owner {
         let going = shards.iter().filter(|owned| owned.owner == Some(me));
         let going = going.filter_map(|owned| wanted.get(&owned.shard).map(|to| (owned.shard, *to)));
         let going: Vec<_> = going.filter(|(_, to)| *to != me).take(IN_ONE_TURN).collect();
-        for (shard, to) in &going {
-            self.hand_over(*shard, Some(*to)).await?;
-        }
+        self.hand_over(&going.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
         if !going.is_empty() {
             tracing::info!(shards = going.len(), "handed shards over");
             self.bus.ownership_changed().await;
@@ -215,11 +232,22 @@ impl Owner {
         Ok(())
     }
 
-    async fn hand_over(&self, shard: Shard, to: Option<MemberId>) -> anyhow::Result<()> {
-        let Some(term) = self.host.term(shard) else { return Ok(()) };
-        self.stop_serving(shard);
-        self.host.close(shard, GRACE).await;
-        self.cluster.hand_over(self.view.me.id, to, &[(shard, term.epoch)]).await?;
+    /// Closes these shards at once, each drained, and raises their epochs in favour of their new owners.
+    async fn hand_over(&self, going: &[(Shard, Option<MemberId>)]) -> anyhow::Result<()> {
+        let terms = going.iter().filter_map(|(shard, to)| self.host.term(*shard).map(|term| (term, *to)));
+        let terms: Vec<_> = terms.collect();
+        let closing = terms.iter().map(|(term, _)| {
+            self.stop_serving(term.shard);
+            self.host.close(term.shard, GRACE)
+        });
+        futures::future::join_all(closing).await;
+        let mut by_heir: BTreeMap<Option<MemberId>, Vec<(Shard, Epoch)>> = BTreeMap::new();
+        for (term, to) in terms {
+            by_heir.entry(to).or_default().push((term.shard, term.epoch));
+        }
+        for (to, shards) in by_heir {
+            self.cluster.hand_over(self.view.me.id, to, &shards).await?;
+        }
         Ok(())
     }
 
@@ -229,22 +257,29 @@ impl Owner {
         }
     }
 
-    /// The ordered end: every shard goes to whom it belongs without this member, and the member is forgotten.
+    /// The ordered end: the others hear that they are to do without this member, every shard goes to whom it belongs then, and the
+    /// member is forgotten. It must not beat or take shards any more.
     pub async fn leave(&self) {
+        if let Err(error) = self.leave_in_order().await {
+            tracing::warn!(error = %error, "could not hand everything over; the others take it in a moment");
+        }
+    }
+
+    async fn leave_in_order(&self) -> anyhow::Result<()> {
         let me = self.view.me.id;
-        let others = self.cluster.living(SILENCE).await.unwrap_or_default();
-        let others: Vec<_> = others.iter().map(|heard| &heard.member).filter(|member| owns_shards(member)).collect();
-        let others: Vec<_> = others.iter().map(|member| member.id).filter(|id| *id != me).collect();
-        let wanted = assign(&others);
-        for term in self.host.terms() {
-            if let Err(error) = self.hand_over(term.shard, wanted.get(&term.shard).copied()).await {
-                tracing::warn!(error = %error, shard = %term.shard, "could not hand the shard over");
-            }
+        let mut leaving = self.view.me.clone();
+        leaving.details["roles"] = serde_json::Value::Array(Vec::new());
+        self.cluster.beat(&leaving).await?;
+        let living = self.cluster.living(SILENCE).await?;
+        let others: Vec<_> = living.iter().map(|heard| &heard.member).filter(|member| owns_shards(member)).collect();
+        let wanted = assign(&others.iter().map(|member| member.id).collect::<Vec<_>>());
+        let going: Vec<_> =
+            self.host.terms().iter().map(|term| (term.shard, wanted.get(&term.shard).copied())).collect();
+        for some in going.chunks(IN_ONE_TURN) {
+            self.hand_over(some).await?;
+            self.bus.ownership_changed().await;
         }
-        self.bus.ownership_changed().await;
-        if let Err(error) = self.cluster.remove(me).await {
-            tracing::warn!(error = %error, "could not sign off");
-        }
+        Ok(self.cluster.remove(me).await?)
     }
 }
 

@@ -8,6 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 
+/// Command ids that are forgotten in one statement.
+const AT_A_TIME: u32 = 5000;
+
 /// Members that were silent for so long and own nothing are forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(600);
 
@@ -52,10 +55,16 @@ pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
         if let Err(error) = sweep::make_partitions(&pool, 2).await {
             tracing::warn!(error = %error, "could not make partitions");
         }
-        match sweep::forget_commands(&pool, sweep::COMMANDS_KEPT, 5000).await {
-            Ok(0) => {}
-            Ok(forgotten) => tracing::debug!(forgotten, "old command ids forgotten"),
-            Err(error) => tracing::warn!(error = %error, "could not forget old command ids"),
+        loop {
+            match sweep::forget_commands(&pool, sweep::COMMANDS_KEPT, AT_A_TIME).await {
+                // As many as were asked for: there are more.
+                Ok(forgotten) if forgotten >= u64::from(AT_A_TIME) => tokio::task::yield_now().await,
+                Ok(_) => break,
+                Err(error) => {
+                    tracing::warn!(error = %error, "could not forget old command ids");
+                    break;
+                }
+            }
         }
         if let Err(error) = cluster.forget_silent(FORGOTTEN).await {
             tracing::warn!(error = %error, "could not forget silent members");

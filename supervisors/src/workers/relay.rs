@@ -9,11 +9,12 @@ use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, Stor
 use async_nats::{HeaderMap, jetstream};
 use domain::event::{Reaction, Stream};
 use domain::{EventId, Shard};
+use futures::FutureExt as _;
 use persistence::{Outbox, OutboxRow};
 use serde_json::json;
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 
 /// Acknowledgements that are waited for at once. The client blocks at 5,000.
 const WINDOW: usize = 1024;
@@ -45,7 +46,12 @@ impl Relay {
         let mut rows = self.rows.lock().await;
         let mut acknowledgements: JoinSet<Option<EventId>> = JoinSet::new();
         let mut settled: Vec<EventId> = Vec::new();
+        // Rows go beside the publishing, as many at once as have come together.
+        let mut settling: Option<JoinHandle<()>> = None;
         loop {
+            if settling.is_none() && !settled.is_empty() {
+                settling = Some(tokio::spawn(settle(self.outbox.clone(), std::mem::take(&mut settled))));
+            }
             tokio::select! {
                 biased;
                 Some(acknowledged) = acknowledgements.join_next() => {
@@ -54,10 +60,16 @@ impl Relay {
                     while let Some(acknowledged) = acknowledgements.try_join_next() {
                         settled.extend(acknowledged.ok().flatten());
                     }
-                    self.settle(&mut settled).await;
+                }
+                () = settling.as_mut().map_or_else(|| std::future::pending().right_future(), |it| it.map(drop).left_future()) => {
+                    settling = None;
                 }
                 batch = rows.recv(), if acknowledgements.len() < WINDOW => {
                     let Some(batch) = batch else { return Ok(()) };
+                    if !self.bus.is_connected() {
+                        // The poll finds them, and carries them out without NATS.
+                        continue;
+                    }
                     for row in batch {
                         publish(&context, row, &mut acknowledgements).await;
                     }
@@ -65,13 +77,12 @@ impl Relay {
             }
         }
     }
+}
 
-    async fn settle(&self, settled: &mut Vec<EventId>) {
-        match self.outbox.settle(settled).await {
-            Ok(_) => settled.clear(),
-            // They stay for the next time; publishing one again is harmless.
-            Err(error) => tracing::warn!(error = %error, "could not settle published events"),
-        }
+async fn settle(outbox: Outbox, settled: Vec<EventId>) {
+    if let Err(error) = outbox.settle(&settled).await {
+        // They stay, and are published again, which is harmless.
+        tracing::warn!(error = %error, "could not settle published events");
     }
 }
 
