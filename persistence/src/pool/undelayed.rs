@@ -42,9 +42,13 @@ pub(super) fn undelayed(options: PgConnectOptions) -> io::Result<PgConnectOption
 
 /// Until either side is done. An end on one side is an end on the other, and that is all the library has to know.
 async fn carry(mut inside: UnixStream, server: &str, port: u16) {
-    let Ok(mut outside) = TcpStream::connect((server, port)).await else { return };
-    if outside.set_nodelay(true).is_ok() {
-        let _ = tokio::io::copy_bidirectional(&mut inside, &mut outside).await;
+    let connected = TcpStream::connect((server, port)).await;
+    let ready = connected.and_then(|outside| outside.set_nodelay(true).map(|()| outside));
+    match ready {
+        // How it ends is the library's to judge: it sees the same end on its side.
+        Ok(mut outside) => drop(tokio::io::copy_bidirectional(&mut inside, &mut outside).await),
+        // Said here, since the library only sees that its own socket was closed.
+        Err(error) => tracing::warn!(%error, server, port, "Postgres cannot be reached"),
     }
 }
 
