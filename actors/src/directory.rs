@@ -4,9 +4,11 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::host::Host;
 use crate::place::shard_of;
 use crate::ports::{Remote, RemoteError};
+use domain::id::Visitor;
 use domain::machine::Command as _;
-use domain::{EntityRef, Kind, Machine, Permit, Shard};
-use domain::{allocation::Allocation, node::Node, sku::Sku, tenant::Tenant};
+use domain::{EntityRef, Machine, Permit, Shard};
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -110,28 +112,37 @@ impl Directory {
     /// Serves a command that came from another member; the answer is for it alone to read.
     pub async fn serve(&self, payload: &[u8]) -> Vec<u8> {
         let answer = match serde_json::from_slice::<Request>(payload) {
-            Ok(request) if request.v <= VERSION => match request.entity.kind {
-                Kind::Node => self.serve_as::<Node>(request).await,
-                Kind::Allocation => self.serve_as::<Allocation>(request).await,
-                Kind::Sku => self.serve_as::<Sku>(request).await,
-                Kind::Tenant => self.serve_as::<Tenant>(request).await,
-            },
+            Ok(request) if request.v <= VERSION => request.entity.kind.visit(Serve { host: &self.host, request }).await,
             Ok(request) => Err(AskError::Unavailable { reason: format!("encoding {} is not understood", request.v) }),
             Err(error) => Err(AskError::Broken { reason: format!("the command cannot be read: {error}") }),
         };
         serde_json::to_vec(&Response { v: VERSION, answer }).unwrap_or_default()
     }
 
-    async fn serve_as<M: Machine>(&self, request: Request) -> Encoded {
-        let command = serde_json::from_value(request.command)
-            .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
-        encode::<M>(self.host.ask::<M>(request.entity.id, command, request.asked).await)
-    }
-
     /// What lives in this process.
     #[must_use]
     pub const fn host(&self) -> &Arc<Host> {
         &self.host
+    }
+}
+
+/// Serves a request as the machine of its kind.
+struct Serve<'a> {
+    host: &'a Arc<Host>,
+    request: Request,
+}
+
+impl<'a> Visitor for Serve<'a> {
+    type Output = BoxFuture<'a, Encoded>;
+
+    fn visit<M: Machine>(self) -> Self::Output {
+        let Self { host, request } = self;
+        async move {
+            let command = serde_json::from_value(request.command)
+                .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
+            encode::<M>(host.ask::<M>(request.entity.id, command, request.asked).await)
+        }
+        .boxed()
     }
 }
 

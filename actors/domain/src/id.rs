@@ -1,5 +1,6 @@
 //! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions, *preamble*), so that ids sort by the time they were made.
 
+use crate::machine::Machine;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use uuid::Uuid;
@@ -59,35 +60,49 @@ typed_id! {
     MemberId,
 }
 
-/// Which machine an entity runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Kind {
-    Node,
-    Allocation,
-    Sku,
-    /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
-    Tenant,
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $kind:ident = $name:literal: $machine:path),+ $(,)?) => {
+        /// Which machine an entity runs.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum Kind {
+            $($(#[$doc])* $kind,)+
+        }
+
+        impl Kind {
+            pub const ALL: &'static [Self] = &[$(Self::$kind),+];
+
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$kind => $name),+ }
+            }
+
+            /// The kind of that name, as it stands in URLs, tables and the supervision tree.
+            #[must_use]
+            pub fn parse(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|kind| kind.as_str() == name)
+            }
+
+            /// Calls `visitor` with the kind's machine: the one place where a kind becomes a type.
+            pub fn visit<V: Visitor>(self, visitor: V) -> V::Output {
+                match self { $(Self::$kind => visitor.visit::<$machine>()),+ }
+            }
+        }
+    };
 }
 
-impl Kind {
-    pub const ALL: [Self; 4] = [Self::Node, Self::Allocation, Self::Sku, Self::Tenant];
+kinds! {
+    Node = "node": crate::node::Node,
+    Allocation = "allocation": crate::allocation::Allocation,
+    Sku = "sku": crate::sku::Sku,
+    /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
+    Tenant = "tenant": crate::tenant::Tenant,
+}
 
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Node => "node",
-            Self::Allocation => "allocation",
-            Self::Sku => "sku",
-            Self::Tenant => "tenant",
-        }
-    }
-
-    /// The kind of that name, as it stands in URLs, tables and the supervision tree.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.as_str() == name)
-    }
+/// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].
+pub trait Visitor {
+    type Output;
+    fn visit<M: Machine>(self) -> Self::Output;
 }
 
 impl fmt::Display for Kind {

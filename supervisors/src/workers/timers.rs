@@ -3,13 +3,11 @@
 
 use actors::{AskError, Asked, Host};
 use chrono::{TimeDelta, Utc};
-use domain::allocation::Allocation;
 use domain::authz::authorize;
-use domain::node::Node;
-use domain::sku::Sku;
-use domain::tenant::Tenant;
-use domain::{Action, EntityRef, Kind, Machine, Permit, Principal};
-use futures::StreamExt;
+use domain::id::Visitor;
+use domain::{Action, EntityRef, Machine, Permit, Principal};
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
 use persistence::Reads;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,19 +45,28 @@ pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
 }
 
 async fn tick(host: &Arc<Host>, permit: &Permit, entity: EntityRef) {
-    match entity.kind {
-        Kind::Node => tick_as::<Node>(host, permit, entity).await,
-        Kind::Allocation => tick_as::<Allocation>(host, permit, entity).await,
-        Kind::Sku => tick_as::<Sku>(host, permit, entity).await,
-        Kind::Tenant => tick_as::<Tenant>(host, permit, entity).await,
-    }
+    entity.kind.visit(Tick { host, permit, entity }).await;
 }
 
-async fn tick_as<M: Machine>(host: &Arc<Host>, permit: &Permit, entity: EntityRef) {
-    let asked = Asked::new(permit, "timer", Utc::now() + TimeDelta::seconds(5)).urgently();
-    match host.ask::<M>(entity.id, M::tick(), asked).await {
-        // Parked entities are shown as such; shards that left are another's to wake.
-        Ok(_) | Err(AskError::Parked { .. } | AskError::NotOwner) => {}
-        Err(error) => tracing::info!(entity = %entity, "a due entity could not be woken: {error}"),
+struct Tick<'a> {
+    host: &'a Arc<Host>,
+    permit: &'a Permit,
+    entity: EntityRef,
+}
+
+impl<'a> Visitor for Tick<'a> {
+    type Output = BoxFuture<'a, ()>;
+
+    fn visit<M: Machine>(self) -> Self::Output {
+        let Self { host, permit, entity } = self;
+        async move {
+            let asked = Asked::new(permit, "timer", Utc::now() + TimeDelta::seconds(5)).urgently();
+            match host.ask::<M>(entity.id, M::tick(), asked).await {
+                // Parked entities are shown as such; shards that left are another's to wake.
+                Ok(_) | Err(AskError::Parked { .. } | AskError::NotOwner) => {}
+                Err(error) => tracing::info!(entity = %entity, "a due entity could not be woken: {error}"),
+            }
+        }
+        .boxed()
     }
 }

@@ -8,6 +8,7 @@ use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, Onboar
 use domain::node::{Registration, Seen, TokenCause, Verdict, What, Work};
 use domain::policy::PolicyBook;
 use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, sku, tenant};
+use domain::{allocation::Allocation, node::Node, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
 
