@@ -82,6 +82,11 @@ pub struct System {
 pub enum OpenError {
     #[error("the system executor makes users and needs root; run the agent as root, or with --executor sandbox")]
     NotRoot,
+    #[error(
+        "the agent sees other mounts than the machine does, so it could not clean up after a tenant; run it without PrivateTmp, \
+         ProtectHome, ProtectKernelTunables and whatever else gives a service mounts of its own"
+    )]
+    OwnMounts,
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("the devices cannot be guarded")]
@@ -96,6 +101,10 @@ impl System {
     pub fn open(state_dir: &Path, settings: Settings, gpus: Arc<Gpus>) -> Result<Self, OpenError> {
         if !nix::unistd::Uid::effective().is_root() {
             return Err(OpenError::NotRoot);
+        }
+        let mounts = |process: &str| fs::read_link(Path::new("/proc").join(process).join("ns/mnt")).ok();
+        if mounts("self") != mounts("1") {
+            return Err(OpenError::OwnMounts);
         }
         let reservations = Reservations::open(state_dir)?;
         let accounts = Accounts::open(state_dir, settings.uids.clone())?;
