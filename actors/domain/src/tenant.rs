@@ -2,8 +2,10 @@
 //! against their quota (policy `allocation.max_concurrent_per_user`). The limit spans allocations, so that it can only be kept where all
 //! of them are counted: in this one mailbox.
 
+use crate::again::Again;
 use crate::allocation::AuthorizedKey;
 use crate::authz::Action;
+use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, SshKeyId};
 use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::policy::{Key, Scopes};
@@ -20,6 +22,9 @@ pub struct Tenant {
     pub keys: BTreeMap<SshKeyId, SshKey>,
     /// Asked for and not released.
     pub live: BTreeSet<AllocationId>,
+    /// When it asks again whether they are over.
+    #[serde(default)]
+    pub again: Option<Again>,
 }
 
 /// A public key and what is known of it. No private key is ever made or kept.
@@ -148,6 +153,10 @@ impl Machine for Tenant {
         None
     }
 
+    fn timer(&self) -> Option<Timestamp> {
+        self.again.map(|again| again.at)
+    }
+
     fn keys(&self) -> Keys {
         Keys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
     }
@@ -159,7 +168,7 @@ impl Machine for Tenant {
 
 impl Tenant {
     fn new(user_id: &str) -> Self {
-        Self { user_id: user_id.to_owned(), keys: BTreeMap::new(), live: BTreeSet::new() }
+        Self { user_id: user_id.to_owned(), keys: BTreeMap::new(), live: BTreeSet::new(), again: None }
     }
 
     fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -171,8 +180,16 @@ impl Tenant {
             Command::MakeDefault { key } => self.make_default(key, ctx),
             Command::Admit { user_id: _, allocation_id, scopes } => self.admit(allocation_id, scopes, ctx),
             Command::Forget { allocation_id } => Ok(self.forget(allocation_id)),
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(self.tick(ctx)),
         }
+    }
+
+    /// The end of an allocation may not have been heard: then it would count for ever.
+    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
+        let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
+        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id });
+        asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
     }
 
     fn add_key(
@@ -243,6 +260,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
+        next.again = Some(Again::first(ctx.now));
         Ok(Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota")))
     }
 
@@ -252,6 +270,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.remove(&allocation_id);
+        next.again = next.again.filter(|_| !next.live.is_empty());
         Step::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
     }
 

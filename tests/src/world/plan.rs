@@ -1,7 +1,9 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::line::Line;
 use super::{Declared, GPUS, World, simulated};
+use anyhow::Context as _;
 use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -119,10 +121,10 @@ impl Plan {
             node_public_url: format!("https://{}", node_balancer.address()),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).map(|(name, listens)| {
-            let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let settings = &settings;
-            async move { Replica::start(name, settings, url?, listens).await }
+        let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
+        let starting = names.iter().zip(listens).zip(&nats_lines).map(|((name, listens), line)| {
+            let (url, settings) = (nats.url_by_way_of(name, line.address()), &settings);
+            async move { Replica::start(name, settings, url.context("it has no NATS user")?, listens).await }
         });
         let replicas = try_join_all(starting).await?;
 
@@ -147,6 +149,7 @@ impl Plan {
         Ok(World {
             agents: BTreeMap::new(),
             replicas,
+            nats_lines,
             public,
             node_balancer,
             identity,
