@@ -143,7 +143,7 @@ impl Agent {
         }
         let started_at = Utc::now();
         if started_at >= payload.expires_at {
-            error!(error_code = "task_expired", "the task expired while it waited, and is not begun");
+            warn!(error_code = "task_expired", "the task expired while it waited, and is not begun");
             return None;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);
