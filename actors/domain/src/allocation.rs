@@ -218,6 +218,10 @@ impl machine::Command for Command {
             | Self::Tick => Action::Advance,
         }
     }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Request(_))
+    }
 }
 
 /// Why a command was refused.
