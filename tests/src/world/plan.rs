@@ -35,12 +35,14 @@ pub struct Plan {
     replicas: usize,
     policies: Vec<(String, Value)>,
     variables: Vec<(String, String)>,
+    /// Of one replica, by its index.
+    own_variables: Vec<(usize, String, String)>,
     binaries: Option<PathBuf>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), binaries: None }
+        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), own_variables: Vec::new(), binaries: None }
     }
 }
 
@@ -59,6 +61,12 @@ impl Plan {
     /// A variable of every replica's environment.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// A variable of one replica's environment.
+    pub fn variable_of(mut self, replica: usize, name: &str, value: &str) -> Self {
+        self.own_variables.push((replica, name.to_owned(), value.to_owned()));
         self
     }
 
@@ -119,10 +127,12 @@ impl Plan {
             node_public_url: format!("https://{}", node_balancer.address()),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).map(|(name, listens)| {
+        let starting = names.iter().zip(listens).enumerate().map(|(index, (name, listens))| {
             let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let settings = &settings;
-            async move { Replica::start(name, settings, url?, listens).await }
+            let mut settings = settings.clone();
+            let own = self.own_variables.iter().filter(|(replica, ..)| *replica == index);
+            settings.variables.extend(own.map(|(_, name, value)| (name.clone(), value.clone())));
+            async move { Replica::start(name, &settings, url?, listens).await }
         });
         let replicas = try_join_all(starting).await?;
 
