@@ -315,6 +315,11 @@ impl Runtime for Reported {
         self.0.report().boxed()
     }
 
+    fn provider_keys_changed(&self) {
+        let bus = self.0.bus.clone();
+        tokio::spawn(async move { bus.provider_keys_changed().await });
+    }
+
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         self.0.check().boxed()
     }

@@ -33,6 +33,7 @@ fn admin() -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        service_account: None,
     })
 }
 

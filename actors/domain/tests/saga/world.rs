@@ -65,6 +65,7 @@ fn person(user_id: &str, role: Role) -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        service_account: None,
     })
 }
 
