@@ -10,12 +10,11 @@ use hdrhistogram::Histogram;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use sqlx::PgPool;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use supervisors::dev::identity::Person;
-use tests::bench::{Plan, Report, Turns, median, rounded};
+use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
 use tests::world::client::Client;
 use tests::world::hand::HandAgent;
 use tests::world::{REGION, World, id_of};
@@ -109,18 +108,6 @@ async fn between(pool: &PgPool, from: &str, to: &str) -> anyhow::Result<f64> {
                      WHERE earlier.kind = 'allocation' AND earlier.command = $1 AND later.command = $2";
     let median: Option<f64> = sqlx::query_scalar(statement).bind(from).bind(to).fetch_one(pool).await?;
     median.with_context(|| format!("no allocation went from {from} to {to}"))
-}
-
-/// `target/release`, whatever profile this is built in.
-fn release_build() -> anyhow::Result<PathBuf> {
-    let this = std::env::current_exe()?;
-    let folder = this.parent().and_then(Path::parent).context("this program does not lie in a build folder")?;
-    ensure!(
-        folder.join("gpuaas").is_file(),
-        "{}/gpuaas is missing: run `cargo build --release --bins`",
-        folder.display()
-    );
-    Ok(folder.to_owned())
 }
 
 /// Simulated nodes that do what they are told at once.
