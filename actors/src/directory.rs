@@ -72,9 +72,8 @@ impl Directory {
             return Err(AskError::Denied);
         }
         let shard = shard_of(id);
-        let seek_until = self.seeks_for.map_or(asked.deadline, |at_most| {
-            asked.deadline.min(self.host.world().now() + at_most)
-        });
+        let seek_until =
+            self.seeks_for.map_or(asked.deadline, |at_most| asked.deadline.min(self.host.world().now() + at_most));
         loop {
             let answer = if self.host.term(shard).is_some() {
                 self.host.ask::<M>(id, command.clone(), asked.clone()).await

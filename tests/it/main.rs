@@ -4,11 +4,13 @@
 mod cluster;
 mod enrollment;
 mod faults;
+mod foreign_provider;
 mod harness;
 mod input;
 mod main_job;
 mod openapi;
 mod probe;
 mod release;
+mod service_accounts;
 mod tasks;
 mod tidy;

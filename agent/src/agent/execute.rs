@@ -293,7 +293,7 @@ impl Seal {
         let proof = report.seal(&self.key).map_err(|error| Failure::new("proof", error.to_string()))?;
         let left: Vec<String> =
             report.leftovers().map(|finding| format!("{:?} {}", finding.what, finding.looked_for)).collect();
-        let shortfall = (!report.is_clean())
+        let shortfall = (!report.is_clean(executor.kind()))
             .then(|| Failure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
         Ok(Effect { output: released.output, proof: Some(proof), shortfall })
     }
