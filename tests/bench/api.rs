@@ -206,11 +206,7 @@ async fn load(
 }
 
 /// Writes at a rate, in microseconds from when each was due: what waits behind a slow one counts as slow.
-async fn paced(
-    callers: &[Connected],
-    during: Duration,
-    per_second: f64,
-) -> anyhow::Result<Histogram<u64>> {
+async fn paced(callers: &[Connected], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
     let began = Instant::now();
     let interval = Duration::from_secs_f64(callers.len() as f64 / per_second.max(1.0));
     let one = async |(number, connected): (usize, &Connected)| {

@@ -48,7 +48,10 @@ impl Kept {
         }
     }
 
-    pub(crate) async fn fetch_all<'q>(&self, query: impl Execute<'q, Postgres> + 'q) -> Result<Vec<PgRow>, sqlx::Error> {
+    pub(crate) async fn fetch_all<'q>(
+        &self,
+        query: impl Execute<'q, Postgres> + 'q,
+    ) -> Result<Vec<PgRow>, sqlx::Error> {
         let mut lent = self.lend().await?;
         let rows = lent.connection.fetch_all(query).await;
         self.take_back(lent, rows.as_ref().err());

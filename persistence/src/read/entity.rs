@@ -213,8 +213,7 @@ impl Reads {
     pub async fn command(&self, id: CommandId) -> Result<Option<Done>, StoreError> {
         let query = sqlx::query("SELECT entity, digest, reply::text FROM command WHERE id = $1").bind(id.0);
         let row = self.kept.fetch_optional(query).await;
-        let done =
-            |row: PgRow| Ok(Done { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? });
+        let done = |row: PgRow| Ok(Done { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? });
         row.and_then(|row| row.map(done).transpose()).doing("reading a command")
     }
 

@@ -104,7 +104,8 @@ pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     let pool = PgPoolOptions::new().max_connections(16).connect(&settings.database).await?;
     let url = format!("{}/protocol/openid-connect/certs", settings.issuer);
     let published: JwkSet = reqwest::get(url).await?.json().await?;
-    let named = published.keys.iter().filter_map(|key| Some((key.common.key_id.clone()?, DecodingKey::from_jwk(key).ok()?)));
+    let named =
+        published.keys.iter().filter_map(|key| Some((key.common.key_id.clone()?, DecodingKey::from_jwk(key).ok()?)));
     let mut rules = Validation::new(Algorithm::RS256);
     rules.set_audience(&[AUDIENCE]);
     rules.set_issuer(&[&settings.issuer]);
