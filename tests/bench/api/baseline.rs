@@ -106,7 +106,7 @@ pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     let published: JwkSet = reqwest::get(url).await?.json().await?;
     let named =
         published.keys.iter().filter_map(|key| Some((key.common.key_id.clone()?, DecodingKey::from_jwk(key).ok()?)));
-    let mut rules = Validation::new(Algorithm::RS256);
+    let mut rules = Validation::new(Algorithm::ES256);
     rules.set_audience(&[AUDIENCE]);
     rules.set_issuer(&[&settings.issuer]);
     let plain = Plain { pool, keys: Arc::new(named.collect()), rules: Arc::new(rules) };
