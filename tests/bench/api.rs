@@ -52,11 +52,22 @@ async fn run() -> anyhow::Result<()> {
         .variable("RUST_LOG", "warn")
         .start()
         .await;
-    let users = Users::prepare(&world).await?;
-    let plain = Baseline::start(&world, &users.names()).await?;
+    match measure(&world, plan).await {
+        Ok(report) => {
+            world.end().await;
+            report.publish()
+        }
+        // The world goes as it stands, and tells where it lies.
+        Err(error) => panic!("{error:?}"),
+    }
+}
 
-    let ours = users.connect(&world.replicas[0].public_url(), &world).await?;
-    let theirs = users.connect(&plain.url, &world).await?;
+async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
+    let users = Users::prepare(world).await?;
+    let plain = Baseline::start(world, &users.names()).await?;
+
+    let ours = users.connect(&world.replicas[0].public_url(), world).await?;
+    let theirs = users.connect(&plain.url, world).await?;
     let [mut get, mut post] = [Turns::default(), Turns::default()];
     let (mut remembered, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new());
     for callers in [&ours, &theirs] {
@@ -75,7 +86,7 @@ async fn run() -> anyhow::Result<()> {
     }
 
     let aim = |met: bool| if met { "met" } else { "missed" };
-    Report::new("api", "GET/s", "a plain axum handler", &get)
+    Ok(Report::new("api", "GET/s", "a plain axum handler", &get)
         .figure("post_per_second", rounded(post.ours()))
         .figure("post_baseline_per_second", rounded(post.baseline()))
         .figure("post_ratio", rounded(post.ratio()))
@@ -89,11 +100,7 @@ async fn run() -> anyhow::Result<()> {
         .condition("users", AT_ONCE)
         .condition("connection", "kept alive; TLS, HTTP/1.1; one for each user, on both ends")
         .condition("get", "GET /api/v1/ssh-keys, two keys")
-        .condition("post", "POST /api/v1/ssh-keys/{id}/default, another key each time, with an Idempotency-Key")
-        .publish()?;
-    drop((ours, theirs, plain));
-    world.end().await;
-    Ok(())
+        .condition("post", "POST /api/v1/ssh-keys/{id}/default, another key each time, with an Idempotency-Key"))
 }
 
 /// Those who ask, and what they ask for.

@@ -31,13 +31,13 @@ use uuid::Uuid;
 const VARIABLE: &str = "BENCH_API_BASELINE";
 
 /// The running process.
-pub struct Baseline {
-    pub url: String,
+pub(crate) struct Baseline {
+    pub(crate) url: String,
     process: Child,
 }
 
 #[derive(Deserialize, Serialize)]
-pub struct Settings {
+pub(crate) struct Settings {
     database: String,
     issuer: String,
     certificate: PathBuf,
@@ -46,12 +46,12 @@ pub struct Settings {
 
 impl Baseline {
     /// What this process is to serve with, where it is that one.
-    pub fn asked_for() -> anyhow::Result<Option<Settings>> {
+    pub(crate) fn asked_for() -> anyhow::Result<Option<Settings>> {
         std::env::var(VARIABLE).ok().map(|text| Ok(serde_json::from_str(&text)?)).transpose()
     }
 
     /// With a row of two keys for each user.
-    pub async fn start(world: &World, users: &[(String, [Uuid; 2])]) -> anyhow::Result<Self> {
+    pub(crate) async fn start(world: &World, users: &[(String, [Uuid; 2])]) -> anyhow::Result<Self> {
         sqlx::query("CREATE TABLE plain (name text PRIMARY KEY, body jsonb NOT NULL)").execute(&world.pool).await?;
         for (name, keys) in users {
             let body = json!({ "default": keys[0], "keys": keys.map(|key| json!({
@@ -99,7 +99,7 @@ struct Claims {
 }
 
 /// Serves until it is killed; says its port first.
-pub async fn serve(settings: Settings) -> anyhow::Result<()> {
+pub(crate) async fn serve(settings: Settings) -> anyhow::Result<()> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let pool = PgPoolOptions::new().max_connections(16).connect(&settings.database).await?;
     let url = format!("{}/protocol/openid-connect/certs", settings.issuer);

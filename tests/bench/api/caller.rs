@@ -14,21 +14,21 @@ use tokio_rustls::client::TlsStream;
 use uuid::Uuid;
 
 /// One connection.
-pub struct Caller {
+pub(crate) struct Caller {
     stream: TlsStream<TcpStream>,
     read: Vec<u8>,
 }
 
 /// A whole request.
-pub struct Request(String);
+pub(crate) struct Request(String);
 
 impl Request {
-    pub fn get(path: &str, token: &str) -> Self {
+    pub(crate) fn get(path: &str, token: &str) -> Self {
         Self(format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\n\r\n"))
     }
 
     /// Without a body, and with a key of its own.
-    pub fn post(path: &str, token: &str) -> Self {
+    pub(crate) fn post(path: &str, token: &str) -> Self {
         let key = Uuid::new_v4();
         Self(format!(
             "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\nidempotency-key: {key}\r\n\
@@ -39,7 +39,7 @@ impl Request {
 
 impl Caller {
     /// To `https://HOST:PORT`, whose certificate the authority in `ca` has signed.
-    pub async fn connect(base: &str, ca: &Path) -> anyhow::Result<Self> {
+    pub(crate) async fn connect(base: &str, ca: &Path) -> anyhow::Result<Self> {
         let address = base.strip_prefix("https://").context("the base is no https URL")?;
         let (host, _) = address.rsplit_once(':').context("the base has no port")?;
         let mut roots = RootCertStore::empty();
@@ -55,7 +55,7 @@ impl Caller {
     }
 
     /// Sends it and reads the whole answer, which must be a success.
-    pub async fn ask(&mut self, Request(request): &Request) -> anyhow::Result<()> {
+    pub(crate) async fn ask(&mut self, Request(request): &Request) -> anyhow::Result<()> {
         self.stream.write_all(request.as_bytes()).await?;
         self.stream.flush().await?;
         self.read.clear();
