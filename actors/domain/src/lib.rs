@@ -10,6 +10,7 @@
 // `async` has no place in a decision; nothing here could be awaited.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
+pub mod again;
 pub mod allocation;
 pub mod authz;
 pub mod commit;

@@ -5,8 +5,10 @@
 
 mod accounts;
 
+use crate::again::Again;
 use crate::allocation::AuthorizedKey;
 use crate::authz::Action;
+use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId};
 use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::policy::{Key, Scopes};
@@ -23,6 +25,9 @@ pub struct Tenant {
     pub keys: BTreeMap<SshKeyId, SshKey>,
     /// Asked for and not released.
     pub live: BTreeSet<AllocationId>,
+    /// When it asks again whether they are over.
+    #[serde(default)]
+    pub again: Option<Again>,
     /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
     #[serde(default)]
     pub expected_accounts: BTreeMap<u64, Timestamp>,
@@ -166,6 +171,10 @@ impl Machine for Tenant {
         None
     }
 
+    fn timer(&self) -> Option<Timestamp> {
+        self.again.map(|again| again.at)
+    }
+
     fn keys(&self) -> Keys {
         Keys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
     }
@@ -181,6 +190,7 @@ impl Tenant {
             user_id: user_id.to_owned(),
             keys: BTreeMap::new(),
             live: BTreeSet::new(),
+            again: None,
             expected_accounts: BTreeMap::new(),
         }
     }
@@ -197,8 +207,16 @@ impl Tenant {
             Command::ExpectAccount { user_id: _, account, there, scopes } => {
                 self.expect_account(account, &there, scopes, ctx)
             }
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(self.tick(ctx)),
         }
+    }
+
+    /// The end of an allocation may not have been heard: then it would count for ever.
+    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
+        let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
+        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id });
+        asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
     }
 
     fn add_key(
@@ -267,6 +285,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
+        next.again = Some(Again::first(ctx.now));
         Ok(Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota")))
     }
 
@@ -280,6 +299,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.remove(&allocation_id);
+        next.again = next.again.filter(|_| !next.live.is_empty());
         Step::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
     }
 

@@ -1,7 +1,9 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::line::Line;
 use super::{Declared, GPUS, World, simulated};
+use anyhow::Context as _;
 use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -127,13 +129,15 @@ impl Plan {
             node_public_url: format!("https://{}", node_balancer.address()),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).enumerate().map(|(index, (name, listens))| {
-            let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let mut settings = settings.clone();
-            let own = self.own_variables.iter().filter(|(replica, ..)| *replica == index);
-            settings.variables.extend(own.map(|(_, name, value)| (name.clone(), value.clone())));
-            async move { Replica::start(name, &settings, url?, listens).await }
-        });
+        let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
+        let starting =
+            names.iter().zip(listens).zip(&nats_lines).enumerate().map(|(index, ((name, listens), line))| {
+                let url = nats.url_by_way_of(name, line.address());
+                let mut settings = settings.clone();
+                let own = self.own_variables.iter().filter(|(replica, ..)| *replica == index);
+                settings.variables.extend(own.map(|(_, name, value)| (name.clone(), value.clone())));
+                async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
+            });
         let replicas = try_join_all(starting).await?;
 
         let agent_settings = AgentSettings {
@@ -157,6 +161,7 @@ impl Plan {
         Ok(World {
             agents: BTreeMap::new(),
             replicas,
+            nats_lines,
             public,
             node_balancer,
             identity,

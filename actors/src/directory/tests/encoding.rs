@@ -103,6 +103,7 @@ fn of_an_allocation() {
         Command::ProvisionFailed { node_id: NODE, reason: text() },
         Command::Cleaned { node_id: NODE, attempt: 3 },
         Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text() },
+        Command::StillCounted,
         Command::Tick,
     ];
     let rejections = [
@@ -258,6 +259,7 @@ fn of_a_node() {
         placed: placed(),
         keys: request().ssh_keys,
         phase: node::HoldPhase::Releasing { work: work.clone() },
+        again: None,
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
