@@ -11,6 +11,7 @@
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
 pub mod allocation;
+pub mod audit;
 pub mod authz;
 pub mod commit;
 pub mod event;
@@ -21,6 +22,7 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod redact;
 pub mod sku;
 pub mod tenant;
 
