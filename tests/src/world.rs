@@ -26,6 +26,7 @@ pub mod hand;
 mod logs;
 mod plan;
 mod store;
+mod stored;
 pub mod tenants;
 
 use client::Client;
@@ -45,7 +46,7 @@ use supervisors::dev::identity::IdentityProvider;
 use supervisors::dev::nats::Nats;
 use supervisors::dev::pki::Authority;
 use supervisors::dev::postgres::Postgres;
-use supervisors::dev::replica::Replica;
+use supervisors::dev::replica::{Replica, ReplicaSettings};
 pub use tenants::{OnboardedNode, Rented};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
@@ -79,6 +80,8 @@ pub struct World {
     /// Through the balancer, as `user2`.
     pub other_user: Client,
     agent_settings: AgentSettings,
+    /// How every replica is started.
+    pub settings: ReplicaSettings,
     logs: PathBuf,
     declared: Declared,
     /// What must not stand in any log, by what it is.
@@ -278,6 +281,11 @@ impl World {
     /// ERROR lines that hold this text are part of the story.
     pub fn expects_error(&mut self, text: &str) {
         self.declared.errors.push(text.to_owned());
+    }
+
+    /// This test changes the audit log: that is not to be complained of at the end.
+    pub fn expects_a_changed_audit_log(&mut self) {
+        self.declared.audit = true;
     }
 
     /// This entity may be parked at the end.
