@@ -124,7 +124,6 @@ pub struct Counters {
     persisted_json: GenericCounter<AtomicU64>,
     skipped_empty: GenericCounter<AtomicU64>,
     skipped_non_json: GenericCounter<AtomicU64>,
-    skipped_secret: GenericCounter<AtomicU64>,
     replays_served: GenericCounter<AtomicU64>,
 }
 
@@ -142,7 +141,6 @@ impl Counters {
                 "Requests with a key that changed nothing: there is no reply to keep.",
             ),
             skipped_non_json: counter("skipped_body_non_json", "Replies that are no JSON and are not kept."),
-            skipped_secret: counter("skipped_body_secret", "Replies that are a secret and are not kept."),
             replays_served: counter("replays_served", "Repetitions that got the first answer."),
         }
     }
@@ -154,7 +152,6 @@ impl Counters {
             &self.persisted_json,
             &self.skipped_empty,
             &self.skipped_non_json,
-            &self.skipped_secret,
             &self.replays_served,
         ];
         all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
@@ -168,11 +165,6 @@ impl Counters {
             (false, false) => &self.skipped_empty,
         };
         counter.inc();
-    }
-
-    /// A request with a key was answered with a secret.
-    pub(crate) fn answered_secretly(&self) {
-        self.skipped_secret.inc();
     }
 
     /// A request with a key was answered with something else than JSON.

@@ -20,8 +20,8 @@ const fn is_token_char(c: char) -> bool {
 }
 
 fn is_our_token(word: &str) -> bool {
-    let prefix = Purpose::Enrollment.prefix();
-    word.find(prefix).is_some_and(|at| word.len() - at - prefix.len() >= LEAST)
+    let follows = |prefix: &str| word.find(prefix).is_some_and(|at| word.len() - at - prefix.len() >= LEAST);
+    Purpose::ALL.into_iter().any(|purpose| follows(purpose.prefix()))
 }
 
 /// Three base64url parts, the first of which is a JSON object (RFC 7515, section 7.1).
@@ -60,6 +60,7 @@ mod tests {
             "-----BEGIN OPENSSH PRIVATE KEY----- AAAA",
             "use gpuenr_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA, quick",
             "token=gpuenr_AAAAAAAAAAAAAAAAAAAA",
+            "gpusak_AAAAAAAAAAAAAAAAAAAA",
             "(eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhIn0.c2ln)",
             "Authorization: Bearer abcdefghijklmnop",
             "basic dXNlcjpwYXNzd29yZA==",

@@ -27,6 +27,7 @@ async fn no_secret_that_was_handed_in_anywhere_is_kept_or_told() {
     in_texts(&mut world).await;
     in_wrong_places(&mut world).await;
     as_enrollment(&mut world).await;
+    as_service_accounts(&mut world).await;
     // And the main job, whose own secrets the world knows.
     let allocation = world.rent("h100", 2).await;
     allocation.expect_state("active").await;
@@ -157,4 +158,32 @@ async fn as_enrollment(world: &mut World) {
         (refused.0.as_str(), refused.2["cause"].as_str()),
         (format!("node:{}", node.id).as_str(), Some("the enrollment token does not hold: it is another token"))
     );
+}
+
+/// Keys that are made are told once; keys that are wrong are told nowhere.
+async fn as_service_accounts(world: &mut World) {
+    let account = world.user.post("/api/v1/service-accounts", &json!({ "name": "ci" })).await.created();
+    let id = tests::world::id_of(&account);
+    let path = format!("/api/v1/service-accounts/{id}/keys");
+    let key = world.user.once(Method::POST, &path, Some(&json!({}))).await.created();
+    let secret = key["client_secret"].as_str().expect("a key is shown once").to_owned();
+    world.keep_secret("a service account's key", &secret);
+    let by = world.stranger();
+    let ask = |secret: &str| {
+        let form = [("grant_type", "client_credentials")];
+        by.request(Method::POST, "/api/v1/service-accounts/token").basic_auth(id, Some(secret)).form(&form)
+    };
+    let granted = by.send(ask(&secret)).await.ok();
+    world.keep_secret("a service account's access token", granted["access_token"].as_str().expect("a token"));
+    for (what, form) in [("a key of the right form", "gpusak_{}A"), ("a key of no form", "{}")] {
+        let marked = mark(world, what);
+        let answer = by.send(ask(&form.replace("{}", &marked))).await;
+        assert!(answer.status.is_client_error() && !answer.text.contains(&marked), "{answer}");
+    }
+    let marked = mark(world, "a password in a form");
+    let form = [("grant_type", "password"), ("username", "ann"), ("password", marked.as_str())];
+    let request = by.request(Method::POST, "/api/v1/service-accounts/token").form(&form);
+    assert!(by.send(request).await.status.is_client_error());
+    let refresh = by.as_bearer(&mark(world, "a wrong refresh token"));
+    assert!(refresh.once(Method::POST, "/internal/auth/jwks/refresh", None).await.status.is_client_error());
 }

@@ -32,7 +32,7 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
 
     /// What is kept of a refusal, where it has to be audited. Nothing else may change with it, and the machine bounds it
     /// ([`Refusals`](crate::audit::Refusals)): a refusal that is not kept costs no commit.
-    fn refused(&self, command: &Self::Command, rejection: &Self::Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    fn audit_refusal(&self, command: &Self::Command, rejection: &Self::Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
         let _ = (command, rejection, ctx);
         None
     }
@@ -59,6 +59,11 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
 pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
     fn name(&self) -> &'static str;
     fn action(&self) -> Action;
+
+    /// True of a command that makes the entity: under a new id there is nothing to load before it.
+    fn creates(&self) -> bool {
+        false
+    }
 }
 
 /// The end that a state must not outlive unseen.

@@ -1,11 +1,16 @@
-//! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), and the allocations that count
-//! against their quota (policy `allocation.max_concurrent_per_user`). The limit spans allocations, so that it can only be kept where all
-//! of them are counted: in this one mailbox.
+//! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), the allocations that count
+//! against their quota (policy `allocation.max_concurrent_per_user`), and the places for service accounts that are being made (policy
+//! `auth.service_accounts_per_user`). Both limits span entities, so that they can only be kept where all of them are counted: in this
+//! one mailbox.
 
+mod accounts;
+
+use crate::again::Again;
 use crate::allocation::AuthorizedKey;
 use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
-use crate::id::{AllocationId, EntityRef, Kind, SshKeyId};
+use crate::event::Event;
+use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId};
 use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -21,6 +26,12 @@ pub struct Tenant {
     pub keys: BTreeMap<SshKeyId, SshKey>,
     /// Asked for and not released.
     pub live: BTreeSet<AllocationId>,
+    /// When it asks again whether they are over.
+    #[serde(default)]
+    pub again: Option<Again>,
+    /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
+    #[serde(default)]
+    pub expected_accounts: BTreeMap<u64, Timestamp>,
     #[serde(default)]
     pub refusals: Refusals,
 }
@@ -77,6 +88,14 @@ pub enum Command {
     Forget {
         allocation_id: AllocationId,
     },
+    /// Keeps a place for a service account that is about to be made, if the limit admits one more beside those that are there.
+    ExpectAccount {
+        user_id: String,
+        account: ServiceAccountId,
+        /// Those that a read found a moment ago.
+        there: BTreeSet<ServiceAccountId>,
+        scopes: AskedScopes,
+    },
     Tick,
 }
 
@@ -107,6 +126,7 @@ impl machine::Command for Command {
             Self::MakeDefault { .. } => "make_default",
             Self::Admit { .. } => "admit",
             Self::Forget { .. } => "forget",
+            Self::ExpectAccount { .. } => "expect_account",
             Self::Tick => "tick",
         }
     }
@@ -116,6 +136,7 @@ impl machine::Command for Command {
             Self::AddKey { .. } | Self::RefuseKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => {
                 Action::KeepKeys
             }
+            Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
             Self::Admit { .. } | Self::Forget { .. } | Self::Tick => Action::Advance,
         }
     }
@@ -139,6 +160,8 @@ pub enum Rejection {
     TooManyKeys,
     #[error("the quota of {limit} allocations is used up")]
     OverQuota { limit: i64 },
+    #[error("there are {limit} service accounts, which is the most; delete one first")]
+    TooManyServiceAccounts { limit: i64 },
 }
 
 impl Machine for Tenant {
@@ -153,7 +176,8 @@ impl Machine for Tenant {
                 // A tenant comes to be with the first thing that is kept of them.
                 Command::AddKey { user_id, .. }
                 | Command::RefuseKey { user_id, .. }
-                | Command::Admit { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
+                | Command::Admit { user_id, .. }
+                | Command::ExpectAccount { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
                 Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
                 Command::Forget { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
             };
@@ -162,12 +186,16 @@ impl Machine for Tenant {
     }
 
     /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
-    fn refused(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
         let (action, key) = match command {
             Command::AddKey { .. } => (AuditAction::SshKeysCreate, None),
             Command::DeleteKey { key } => (AuditAction::SshKeysDelete, Some(key)),
             Command::MakeDefault { key } => (AuditAction::SshKeysMakeDefault, Some(key)),
-            Command::RefuseKey { .. } | Command::Admit { .. } | Command::Forget { .. } | Command::Tick => return None,
+            Command::RefuseKey { .. }
+            | Command::Admit { .. }
+            | Command::ExpectAccount { .. }
+            | Command::Forget { .. }
+            | Command::Tick => return None,
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "ssh_key_id": key, "result": "refused", "cause": rejection.to_string() });
@@ -180,6 +208,10 @@ impl Machine for Tenant {
 
     fn deadline(&self) -> Option<Deadline> {
         None
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        self.again.map(|again| again.at)
     }
 
     fn keys(&self) -> Keys {
@@ -197,6 +229,8 @@ impl Tenant {
             user_id: user_id.to_owned(),
             keys: BTreeMap::new(),
             live: BTreeSet::new(),
+            again: None,
+            expected_accounts: BTreeMap::new(),
             refusals: Refusals::default(),
         }
     }
@@ -211,8 +245,19 @@ impl Tenant {
             Command::MakeDefault { key } => self.make_default(key, ctx),
             Command::Admit { user_id: _, allocation_id, scopes } => self.admit(allocation_id, scopes, ctx),
             Command::Forget { allocation_id } => Ok(self.forget(allocation_id)),
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::ExpectAccount { user_id: _, account, there, scopes } => {
+                self.expect_account(account, &there, scopes, ctx)
+            }
+            Command::Tick => Ok(self.tick(ctx)),
         }
+    }
+
+    /// The end of an allocation may not have been heard: then it would count for ever.
+    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
+        let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
+        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id });
+        asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
     }
 
     fn add_key(
@@ -284,15 +329,18 @@ impl Tenant {
         if self.live.contains(&allocation_id) {
             return Ok(Step::stay(Reply::Done));
         }
-        let AskedScopes { org_id, project_id, plan } = scopes;
-        let scopes = Scopes { user_id: Some(self.user_id.clone()), project_id, org_id, plan };
-        let limit = ctx.policy.int(Key::AllocationMaxConcurrent, &scopes, ctx.now);
+        let limit = ctx.policy.int(Key::AllocationMaxConcurrent, &self.scopes(scopes), ctx.now);
         if i64::try_from(self.live.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::OverQuota { limit });
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
+        next.again = Some(Again::first(ctx.now));
         Ok(Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota")))
+    }
+
+    fn scopes(&self, AskedScopes { org_id, project_id, plan }: AskedScopes) -> Scopes {
+        Scopes { user_id: Some(self.user_id.clone()), project_id, org_id, plan }
     }
 
     fn forget(&self, allocation_id: AllocationId) -> Step<Self> {
@@ -301,6 +349,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.remove(&allocation_id);
+        next.again = next.again.filter(|_| !next.live.is_empty());
         Step::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
     }
 
@@ -380,18 +429,18 @@ mod tests {
         let (tenant, now) = (with_keys(1), Timestamp::UNIX_EPOCH);
         let nobodys = SshKeyId(Uuid::from_u128(99));
         for (command, action) in [
-            (add(0), "ssh_keys.create"),
-            (Command::DeleteKey { key: nobodys }, "ssh_keys.delete"),
-            (Command::MakeDefault { key: nobodys }, "ssh_keys.make_default"),
+            (add(0), AuditAction::SshKeysCreate),
+            (Command::DeleteKey { key: nobodys }, AuditAction::SshKeysDelete),
+            (Command::MakeDefault { key: nobodys }, AuditAction::SshKeysMakeDefault),
         ] {
             let rejection = decide(Some(&tenant), command.clone(), 1, 50).unwrap_err();
-            let refused = tenant.refused(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
-            assert_eq!((refused.audit.action.as_str(), &refused.audit.metadata["result"]), (action, &json!("refused")));
+            let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
+            assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
             assert_eq!(refused.audit.metadata["cause"], rejection.to_string());
-            assert!(refused.next.refused(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
+            assert!(refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
         }
         let quota = Rejection::OverQuota { limit: 1 };
-        assert!(tenant.refused(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
+        assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
 
         // What is no key at all is refused before it comes here, also of somebody who has none yet.
         let command = Command::RefuseKey { user_id: "ann".into(), cause: KeyCause::PrivateKey };

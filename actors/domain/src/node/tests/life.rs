@@ -231,7 +231,7 @@ fn a_refused_enrollment_is_kept_with_its_cause_once_a_minute() {
     let mut kept = Vec::new();
     for second in 0..130 {
         let rejection = story.refuses(&agent(), enrollment());
-        let refused = story.node.refused(&enrollment(), &rejection, &ctx(story.now, &story.policy, &agent()));
+        let refused = story.node.audit_refusal(&enrollment(), &rejection, &ctx(story.now, &story.policy, &agent()));
         if let Some(refused) = refused {
             assert_eq!(refused.audit.action, AuditAction::NodesRefuseEnrollment);
             assert_eq!(refused.audit.metadata["cause"], "the enrollment token does not hold: it was used before");
@@ -246,6 +246,6 @@ fn a_refused_enrollment_is_kept_with_its_cause_once_a_minute() {
         story = story.after(TimeDelta::seconds(1));
     }
     assert_eq!(kept, [0, 60, 120]);
-    let other = story.node.refused(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
+    let other = story.node.audit_refusal(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
     assert!(other.is_none(), "a refused poll is in the logs alone");
 }
