@@ -148,12 +148,7 @@ impl Counters {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
-        let all = [
-            &self.persisted_json,
-            &self.skipped_empty,
-            &self.skipped_non_json,
-            &self.replays_served,
-        ];
+        let all = [&self.persisted_json, &self.skipped_empty, &self.skipped_non_json, &self.replays_served];
         all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
     }
 

@@ -32,7 +32,12 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
 
     /// What is kept of a refusal, where it has to be audited. Nothing else may change with it, and the machine bounds it
     /// ([`Refusals`](crate::audit::Refusals)): a refusal that is not kept costs no commit.
-    fn audit_refusal(&self, command: &Self::Command, rejection: &Self::Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    fn audit_refusal(
+        &self,
+        command: &Self::Command,
+        rejection: &Self::Rejection,
+        ctx: &Ctx<'_>,
+    ) -> Option<Refused<Self>> {
         let _ = (command, rejection, ctx);
         None
     }

@@ -194,7 +194,8 @@ impl ServiceAccount {
             created_at: ctx.now,
             deleted_at: None,
         };
-        let audit = account.audit(AuditAction::ServiceAccountsCreate, &json!({ "name": account.name, "roles": account.roles }));
+        let audit =
+            account.audit(AuditAction::ServiceAccountsCreate, &json!({ "name": account.name, "roles": account.roles }));
         let reply = Reply::Account { account: Box::new(account.clone()) };
         Ok(Step::to(account, reply, "created by its owner").audit(audit))
     }
@@ -223,7 +224,8 @@ impl ServiceAccount {
         let mut next = self.clone();
         let revoked: Vec<_> = std::mem::take(&mut next.keys).into_keys().collect();
         next.deleted_at = Some(ctx.now);
-        let audit = self.audit(AuditAction::ServiceAccountsDelete, &json!({ "name": self.name, "revoked_key_ids": revoked }));
+        let audit =
+            self.audit(AuditAction::ServiceAccountsDelete, &json!({ "name": self.name, "revoked_key_ids": revoked }));
         Step::to(next, Reply::Done, "deleted").audit(audit)
     }
 

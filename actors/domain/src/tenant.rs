@@ -437,7 +437,10 @@ mod tests {
             let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
             assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
             assert_eq!(refused.audit.metadata["cause"], rejection.to_string());
-            assert!(refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
+            assert!(
+                refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(),
+                "one a minute"
+            );
         }
         let quota = Rejection::OverQuota { limit: 1 };
         assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());

@@ -11,7 +11,7 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::asking::ByAdmin;
-use super::field::{AuditName, ClaimId};
+use super::field::{ActorName, AuditName};
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
@@ -23,7 +23,7 @@ use crate::services::Services;
 pub(super) struct Filter {
     /// Who did it: `user:…`, `node:…`, `service_account:…` or `system:…`.
     #[param(inline)]
-    actor: Option<ClaimId>,
+    actor: Option<ActorName>,
     /// What was done, such as `nodes.retire`.
     #[param(inline)]
     action: Option<AuditName>,
@@ -49,6 +49,7 @@ pub(super) struct AuditEntry {
     action: String,
     target: AuditTarget,
     /// Identifiers, reasons, old and new values.
+    #[schema(value_type = Object)]
     metadata: serde_json::Value,
     correlation_id: String,
     at: DateTime<Utc>,

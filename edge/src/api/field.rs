@@ -151,6 +151,8 @@ texts! {
     PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// Who did something, as the audit log names them: what they are, a colon, their id.
+    ActorName: 300, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
     /// A name in the audit log: an action, a kind, a correlation id.
     AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));

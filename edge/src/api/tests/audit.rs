@@ -109,12 +109,10 @@ fn figure(registry: &Registry, name: &str) -> f64 {
 async fn what_becomes_of_keys_is_counted() {
     let registry = Registry::new();
     COUNTERS.register(&registry).unwrap();
-    let names =
-        ["persisted_body_json", "skipped_body_empty", "skipped_body_non_json", "replays_served"];
+    let names = ["persisted_body_json", "skipped_body_empty", "skipped_body_non_json", "replays_served"];
     let figures = || names.map(|name| figure(&registry, &format!("api_idempotency_{name}_total")));
     let world = World::new().await;
     world.sku("h100x4", 4).await;
-    let node = world.node("h100x4", 4).await;
     let before = figures();
     let create = || world.post("/api/v1/admin/skus").admin().key("k").json(&sku_body("b200", 8));
     create().send().await.is(201);

@@ -246,6 +246,7 @@ fn a_refused_enrollment_is_kept_with_its_cause_once_a_minute() {
         story = story.after(TimeDelta::seconds(1));
     }
     assert_eq!(kept, [0, 60, 120]);
-    let other = story.node.audit_refusal(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
+    let other =
+        story.node.audit_refusal(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
     assert!(other.is_none(), "a refused poll is in the logs alone");
 }
