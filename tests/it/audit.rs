@@ -158,6 +158,15 @@ async fn a_row_is_sealed_within_a_second() {
     world.end().await;
 }
 
+/// Until the count is not 0.
+async fn until(world: &World, count: &'static str) {
+    let began = Instant::now();
+    while sqlx::query_scalar::<_, i64>(count).fetch_one(&world.pool).await.unwrap() == 0 {
+        assert!(began.elapsed() < Duration::from_secs(30), "never: {count}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 /// Killed after the commit and before the answer: the key gives the answer that was never given.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_between_commit_and_answer_leaves_an_answer_to_be_had() {
@@ -168,18 +177,9 @@ async fn a_crash_between_commit_and_answer_leaves_an_answer_to_be_had() {
     let request = by.request(Method::POST, "/api/v1/admin/skus").header("Idempotency-Key", "crash").json(&body);
     let lost = tokio::spawn(async move { by.try_send(request).await });
     // While the commit goes on, whoever has to answer is stopped; it dies when the commit stands.
-    tokio::time::sleep(Duration::from_millis(800)).await;
+    until(&world, "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'").await;
     world.signal_replica(0, Signal::SIGSTOP);
-    let began = Instant::now();
-    while sqlx::query_scalar::<_, i64>("SELECT count(*) FROM entity WHERE unique_name = 'after-the-crash'")
-        .fetch_one(&world.pool)
-        .await
-        .unwrap()
-        == 0
-    {
-        assert!(began.elapsed() < Duration::from_secs(20), "the commit never came");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    until(&world, "SELECT count(*) FROM entity WHERE unique_name = 'after-the-crash'").await;
     world.kill9_replica(0);
     assert!(lost.await.unwrap().is_err(), "the dead one has answered");
     let other = world.at_replica(1, "admin");

@@ -12,8 +12,8 @@ use domain::machine::Timestamp;
 use sqlx::{PgConnection, PgPool, Row};
 use std::collections::BTreeMap;
 
-/// Rows of one shard that are sealed in one turn; the rest follow in the next.
-const OF_A_SHARD: i64 = 256;
+/// Rows of one shard that are sealed in one turn; the rest follow in the next. A takeover waits for a turn, so that it is short.
+const OF_A_SHARD: i64 = 64;
 
 /// Seals for one member.
 pub struct Sealer {
