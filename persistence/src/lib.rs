@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod audit;
 pub mod cluster;
 pub mod committer;
 pub mod envelope;

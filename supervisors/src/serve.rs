@@ -8,6 +8,7 @@ use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
+use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
@@ -30,6 +31,7 @@ use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
 use futures::FutureExt;
+use persistence::audit::Sealer;
 use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
@@ -76,6 +78,7 @@ struct Process {
     registry: Registry,
     committed: mpsc::Sender<Vec<OutboxRow>>,
     relay: Arc<Relay>,
+    audit_seal: Arc<AuditSeal>,
     polls: Polls,
     connections: Connections,
     stop_listening: CancellationToken,
@@ -115,6 +118,7 @@ impl Process {
     async fn start(config: Config) -> anyhow::Result<Self> {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
+        edge::idempotency::COUNTERS.register(&registry)?;
         let pool = open_database(&config).await?;
         let reads = Reads::new(pool.clone());
         let member = MemberId(Uuid::new_v4());
@@ -161,6 +165,10 @@ impl Process {
             cluster,
             registry: registry.clone(),
         };
+        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;
+        let sealer = Sealer::new(pool.clone(), member, audit_key);
+        let audit_seal = AuditSeal::new(Arc::clone(&host), bus.clone(), sealer, SealMetrics::register(&registry)?);
         let relay = Arc::new(Relay::new(bus.clone(), Outbox::new(pool.clone()), rows));
         Ok(Self {
             config,
@@ -178,6 +186,7 @@ impl Process {
             registry,
             committed,
             relay,
+            audit_seal: Arc::new(audit_seal),
             polls,
             connections,
             stop_listening: CancellationToken::new(),
@@ -235,6 +244,7 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
+        works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
         let figures = housekeeping::Figures::new(&self.registry)?;
         let resting = (Arc::clone(&self.host), Outbox::new(self.pool.clone()), figures);
         works.insert("rest", work(&resting, |(host, outbox, figures)| housekeeping::rest(host, outbox, figures)));
@@ -328,6 +338,8 @@ impl Process {
                 "entities" => {
                     self.supervisor.stop("beat").await;
                     self.supervisor.stop("ownership").await;
+                    // Where nobody takes over, the log is left sealed.
+                    while self.audit_seal.turn().await {}
                     self.owner.leave().await;
                 }
                 "outbox-relay" => self.committer.close().await,

@@ -55,6 +55,7 @@ pub const TREE: &[Row] = &[
     row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),

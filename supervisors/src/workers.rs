@@ -1,5 +1,6 @@
 //! What runs beside the entities: one file per worker.
 
+pub mod audit_seal;
 pub mod housekeeping;
 pub mod pace;
 pub mod provisioning;

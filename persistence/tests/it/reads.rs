@@ -208,6 +208,9 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
         (AuditFilter { action: Some("skus.create".into()), ..AuditFilter::default() }, 12),
         (AuditFilter { action: Some("nodes.remove".into()), ..AuditFilter::default() }, 0),
         (AuditFilter { target: Some(commits[3].entity.id), ..AuditFilter::default() }, 1),
+        (AuditFilter { target_kind: Some("sku".into()), ..AuditFilter::default() }, 12),
+        (AuditFilter { target_kind: Some("node".into()), ..AuditFilter::default() }, 0),
+        (AuditFilter { correlation_id: Some("corr-5".into()), ..AuditFilter::default() }, 1),
         (AuditFilter { from: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 8),
         (AuditFilter { until: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 4),
     ];

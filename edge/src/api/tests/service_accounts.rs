@@ -344,7 +344,8 @@ async fn a_stream_tells_a_revoked_account_nothing_more() {
     let mut told = stream.into_body().into_data_stream();
     let first = told.next().await.unwrap().unwrap();
     assert!(String::from_utf8_lossy(&first).contains("requested"));
-    let revoked = world.call(Method::DELETE, &format!("{}/keys/{}", account.path(), account.key)).user("ann").send().await;
+    let revoked =
+        world.call(Method::DELETE, &format!("{}/keys/{}", account.path(), account.key)).user("ann").send().await;
     assert_eq!(revoked.status, 204);
     world.post(&format!("{path}/release")).user("ann").send().await.is(202);
     let rest = tokio::time::timeout(Duration::from_secs(5), told.collect::<Vec<_>>()).await.expect("the stream ends");
