@@ -6,6 +6,7 @@ mod document;
 mod field;
 mod health;
 mod node;
+mod policy;
 mod routing;
 mod runtime;
 mod sku;
@@ -96,6 +97,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+
+        Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
+        Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
+        Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

@@ -11,7 +11,7 @@ use crate::trust;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
-use crate::workers::{housekeeping, timers};
+use crate::workers::{housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
@@ -111,7 +111,12 @@ impl Process {
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
-        let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
+        let effects = Nudges {
+            polls: polls.clone(),
+            connections: connections.clone(),
+            here: Arc::clone(&here),
+            bus: bus.clone(),
+        };
         let look = Arc::new(Notify::new());
         let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look) };
         let world = Arc::clone(&here);
@@ -216,8 +221,9 @@ impl Process {
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
         works.insert("rest", work(&self.host, housekeeping::rest));
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
-        let policy = (Arc::clone(&self.here), self.reads.clone());
-        works.insert("policy", work(&policy, |(here, reads)| housekeeping::read_policy(here, reads)));
+        let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
+        works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));
+        works.insert("policy-words", work(&values, |(here, _, bus)| policy::listen(here, bus)));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",
@@ -345,6 +351,7 @@ impl Listening {
 struct Nudges {
     polls: Polls,
     connections: Connections,
+    here: Arc<Here>,
     bus: Bus,
 }
 
@@ -353,6 +360,8 @@ impl Effects for Nudges {
         let nudge = match effect {
             Effect::WakeNode(node) => Nudge::Wake(node),
             Effect::CloseNode(node) => Nudge::Close(node),
+            // The others hear of the event.
+            Effect::ReadPolicy => return self.here.policy_written.notify_one(),
         };
         act(nudge, &self.polls, &self.connections);
         let bus = self.bus.clone();

@@ -56,6 +56,7 @@ pub const TREE: &[Row] = &[
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
+    row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),

@@ -77,6 +77,8 @@ pub enum Action {
     OperateRuntime,
     /// Retry or force a release that failed.
     RescueAllocations,
+    /// Set policy values.
+    ManagePolicy,
     /// Rent GPUs.
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
@@ -90,11 +92,12 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::OperateRuntime,
         Self::RescueAllocations,
+        Self::ManagePolicy,
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
@@ -105,7 +108,11 @@ impl Action {
     /// The rule of each action.
     const fn rule(self) -> Rule {
         match self {
-            Self::ManageNodes | Self::ManageSkus | Self::OperateRuntime | Self::RescueAllocations => Rule::Admin,
+            Self::ManageNodes
+            | Self::ManageSkus
+            | Self::OperateRuntime
+            | Self::RescueAllocations
+            | Self::ManagePolicy => Rule::Admin,
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
@@ -201,6 +208,7 @@ mod tests {
         ManageSkus: admin
         OperateRuntime: admin
         RescueAllocations: admin
+        ManagePolicy: admin
         Rent: user, admin
         Release: user, admin
         KeepKeys: user, admin

@@ -58,6 +58,10 @@ typed_id! {
     CommandId,
     /// A running control-plane process.
     MemberId,
+    /// The policy values of one scope.
+    PolicyId,
+    /// One policy value that was written.
+    PolicyValueId,
 }
 
 macro_rules! kinds {
@@ -97,6 +101,8 @@ kinds! {
     Sku = "sku": crate::sku::Sku,
     /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
     Tenant = "tenant": crate::tenant::Tenant,
+    /// The policy values of one scope.
+    Policy = "policy": crate::policy::ScopeValues,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

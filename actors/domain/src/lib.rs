@@ -28,6 +28,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId, Shard, SkuId, SshKeyId,
+    TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

@@ -160,6 +160,8 @@ pub enum Effect {
     WakeNode(NodeId),
     /// The node's identity is void: its connections are closed on every replica.
     CloseNode(NodeId),
+    /// This process should read the policy values now; the others hear of it by the event.
+    ReadPolicy,
 }
 
 /// One row of the audit log (specification, *Audit log entry*). Who, when and under which correlation id is the shell's to add.

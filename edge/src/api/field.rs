@@ -147,9 +147,20 @@ texts! {
     PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
+    PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
+        |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
+            && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+impl ClaimId {
+    /// One that was read before, and kept.
+    pub(crate) const fn kept(id: String) -> Self {
+        Self(id)
+    }
 }
 
 numbers! {

@@ -193,7 +193,8 @@ impl World {
         let reads = Reads::new(pool);
         let store = Arc::new(Durable { committer, reads: reads.clone() });
         let clock = Arc::new(Watch::default());
-        let host = Host::new(HostConfig::default(), store, Arc::new(NoEffects), Arc::clone(&clock) as Arc<dyn Clock>);
+        let effects = ReadsPolicy { reads: reads.clone(), clock: Arc::clone(&clock) };
+        let host = Host::new(HostConfig::default(), store, Arc::new(effects), Arc::clone(&clock) as Arc<dyn Clock>);
         for (shard, epoch) in won {
             host.open(Term { shard, epoch }, None).await.unwrap();
         }
@@ -460,10 +461,18 @@ impl Clock for Watch {
     }
 }
 
-struct NoEffects;
+struct ReadsPolicy {
+    reads: Reads,
+    clock: Arc<Watch>,
+}
 
-impl Effects for NoEffects {
-    fn perform(&self, _: Effect) {}
+impl Effects for ReadsPolicy {
+    fn perform(&self, effect: Effect) {
+        if effect == Effect::ReadPolicy {
+            let (reads, clock) = (self.reads.clone(), Arc::clone(&self.clock));
+            tokio::spawn(async move { clock.policy.store(Arc::new(reads.policy_book().await.unwrap())) });
+        }
+    }
 }
 
 struct Alone;

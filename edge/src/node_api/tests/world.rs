@@ -464,7 +464,7 @@ impl Effects for AtOnce {
             Effect::CloseNode(node) if self.closes.load(Ordering::SeqCst) => {
                 self.connections.close_node(node.0);
             }
-            Effect::CloseNode(_) => {}
+            Effect::CloseNode(_) | Effect::ReadPolicy => {}
         }
     }
 }
