@@ -42,6 +42,9 @@ pub enum Event {
     TenantGone { node_id: NodeId, allocation_id: AllocationId, attempt: u32 },
     TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String },
 
+    // The tenant speaks.
+    AllocationCounted { allocation_id: AllocationId },
+
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
 
@@ -117,6 +120,7 @@ impl Event {
             Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
             Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
             Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
+            Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
@@ -142,9 +146,8 @@ impl Event {
             | Self::ReleaseFailed { allocation_id, .. }
             | Self::ReleaseExhausted { allocation_id, .. }
             | Self::ReleaseForced { allocation_id, .. }
-            | Self::AllocationReleased { allocation_id, .. } => {
-                EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
-            }
+            | Self::AllocationReleased { allocation_id, .. }
+            | Self::AllocationCounted { allocation_id } => EntityRef { kind: Kind::Allocation, id: allocation_id.0 },
             Self::NodeStateChanged { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
             | Self::TenantReady { node_id, .. }
@@ -199,6 +202,9 @@ impl Event {
             Self::AllocationReleased { allocation_id, user_id, .. } => {
                 Reaction::Tenant { user_id, command: crate::tenant::Command::Forget { allocation_id } }
             }
+            Self::AllocationCounted { allocation_id } => {
+                Reaction::Allocation(allocation_id, ToAllocation::StillCounted)
+            }
             Self::AllocationActive { .. }
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
@@ -248,6 +254,7 @@ mod tests {
             Event::TenantGone { node_id, allocation_id, attempt: 1 },
             Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
             Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
+            Event::AllocationCounted { allocation_id },
             Event::PolicyWritten {
                 policy_id: PolicyId(Uuid::from_u128(4)),
                 value_id: PolicyValueId(Uuid::from_u128(5)),
@@ -277,7 +284,8 @@ mod tests {
             Event::TenantGone { .. } => 14,
             Event::TenantRemains { .. } => 15,
             Event::SkuStateChanged { .. } => 16,
-            Event::PolicyWritten { .. } => 17,
+            Event::AllocationCounted { .. } => 17,
+            Event::PolicyWritten { .. } => 18,
         }
     }
 

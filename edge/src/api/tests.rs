@@ -8,6 +8,7 @@ mod nodes;
 mod people;
 mod policies;
 mod repetitions;
+mod service_accounts;
 mod skus;
 mod ssh_keys;
 mod world;
