@@ -21,6 +21,7 @@ mod tests;
 use crate::correlation::Service;
 use crate::error::Code;
 use crate::limits::{Concurrency, RequestTimeout, finished};
+use crate::rate_limit::Group;
 use crate::services::Services;
 use axum::{Extension, Router};
 use routing::{Routes, Row, Verb, Who};
@@ -44,20 +45,31 @@ pub fn router(services: Services) -> Router {
     finished(router, Service { name: "api", tells_route: false })
 }
 
-/// A row: who, what, where => the handler, and what it may refuse beside what every route of its form may.
+/// A row: who, what, where (the group whose rate limit holds, where it is not `Api`) => the handler, and what it may refuse beside what
+/// every route of its form may.
 macro_rules! page {
-    ($($who:ident $verb:ident $path:literal => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+    ($($who:ident $verb:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
         Routes::new()$(.row(
             &Row {
                 who: Who::$who,
                 verb: Verb::$verb,
                 path: $path,
+                group: group!($($group)?),
                 operation_id: concat!(stringify!($noun), "_", stringify!($handler)),
                 tag: stringify!($noun),
                 refuses: &[$(Code::$refuses),*],
             },
             routes!($noun::$handler),
         ))+
+    };
+}
+
+macro_rules! group {
+    () => {
+        Group::Api
+    };
+    ($group:ident) => {
+        Group::$group
     };
 }
 

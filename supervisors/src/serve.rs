@@ -25,6 +25,7 @@ use edge::auth::service_token::ServiceTokens;
 use edge::identity::TrustDomain;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
+use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
 use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
@@ -186,6 +187,7 @@ impl Process {
             world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
             runtime: Arc::new(Reported(Arc::clone(&self.operations))),
             authenticator: Arc::new(authenticator),
+            limiter: RateLimiter::register(self.directory.clone(), &self.registry)?,
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),

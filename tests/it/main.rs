@@ -11,6 +11,7 @@ mod main_job;
 mod openapi;
 mod policy;
 mod probe;
+mod rate_limit;
 mod release;
 mod service_accounts;
 mod tasks;

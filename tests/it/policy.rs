@@ -77,8 +77,11 @@ async fn while_the_bus_is_down_a_written_value_is_seen_by_all_within_a_minute() 
     world.set_policy("billing.window_seconds", 100).await;
     let listed = world.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
     let statement = "SELECT id FROM entity WHERE kind = 'policy' AND body::text LIKE '%' || $1 || '%'";
-    let id: uuid::Uuid =
-        sqlx::query_scalar(statement).bind(id_of(&listed["items"][0]).to_string()).fetch_one(&world.pool).await.unwrap();
+    let id: uuid::Uuid = sqlx::query_scalar(statement)
+        .bind(id_of(&listed["items"][0]).to_string())
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
     let owner = world.owner_of("policy", id).await;
     world.nats.stop().await;
     // Who owns the values takes the write; the others cannot be told.

@@ -22,6 +22,7 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod rate_limit;
 pub mod service_account;
 pub mod sku;
 pub mod tenant;

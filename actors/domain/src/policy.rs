@@ -212,7 +212,10 @@ mod tests {
             assert_eq!(Key::parse(key.name()), Some(*key));
             assert_eq!(key.invalidation(), format!("policy.invalidate.{}", key.name()));
             let written = serde_json::to_string(key).unwrap();
-            assert_eq!((written.as_str(), serde_json::from_str::<Key>(&written).unwrap()), (&*format!("{:?}", key.name()), *key));
+            assert_eq!(
+                (written.as_str(), serde_json::from_str::<Key>(&written).unwrap()),
+                (&*format!("{:?}", key.name()), *key)
+            );
         }
     }
 }

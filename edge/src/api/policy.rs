@@ -6,7 +6,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::policy::{Bounds, Command, Expected, Key, NewValue, Reply, Resolved, Scope, ScopeValues, Scopes, Value, Written};
+use domain::policy::{
+    Bounds, Command, Expected, Key, NewValue, Reply, Resolved, Scope, ScopeValues, Scopes, Value, Written,
+};
 use domain::{Kind, PolicyId};
 use persistence::read::{Cursor, PolicyFilter, PolicyRow};
 use serde::{Deserialize, Deserializer, Serialize};

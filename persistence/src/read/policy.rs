@@ -61,10 +61,15 @@ impl Reads {
             match serde_json::from_str::<ScopeValues>(&body) {
                 Ok(values) => {
                     for key in values.enter(&mut book) {
-                        tracing::warn!(policy.key = key, "a policy value of {key} is not admitted by this release: it holds nowhere");
+                        tracing::warn!(
+                            policy.key = key,
+                            "a policy value of {key} is not admitted by this release: it holds nowhere"
+                        );
                     }
                 }
-                Err(error) => tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere"),
+                Err(error) => {
+                    tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere")
+                }
             }
         }
         Ok(book)

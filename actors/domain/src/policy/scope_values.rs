@@ -130,9 +130,7 @@ impl Machine for ScopeValues {
                 Err(Rejection::TooManyScopes { limit: SCOPES })
             }
             // A scope comes to be with its first value.
-            (None, Command::Write(new)) => {
-                Self { scope: new.scope.clone(), values: Vec::new() }.write(*new, ctx)
-            }
+            (None, Command::Write(new)) => Self { scope: new.scope.clone(), values: Vec::new() }.write(*new, ctx),
             (None, Command::Tick) => Err(Rejection::NotFound),
             (Some(_), Command::Tick) => Ok(Step::stay(Reply::Done)),
         }
@@ -200,7 +198,8 @@ impl ScopeValues {
         next.values.sort_by(|a, b| (&a.key, a.effective_at).cmp(&(&b.key, b.effective_at)));
         let in_force = next.clone();
         next.values.retain(|value| {
-            value.effective_at > now || in_force.of_key_at(&value.key, now).is_some_and(|holds| holds.effective_at == value.effective_at)
+            value.effective_at > now
+                || in_force.of_key_at(&value.key, now).is_some_and(|holds| holds.effective_at == value.effective_at)
         });
         next
     }

@@ -347,8 +347,10 @@ fn of_a_tenant() {
 
 #[test]
 fn of_a_scopes_policy_values() {
-    use domain::policy::{Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, Value, Written};
     use domain::PolicyValueId;
+    use domain::policy::{
+        Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, Value, Written,
+    };
     let scopes = [
         Scope::Global,
         Scope::UserId("ann".into()),
@@ -369,7 +371,8 @@ fn of_a_scopes_policy_values() {
         }))
     };
     let many = scopes.iter().zip(values.iter().cycle()).zip(expected.iter().cycle());
-    let commands = many.map(|((scope, value), expected)| write((scope, value, expected))).chain([Command::Tick]).collect();
+    let commands =
+        many.map(|((scope, value), expected)| write((scope, value, expected))).chain([Command::Tick]).collect();
     let written = |value: &Value| Reply::Written {
         scope: Scope::Plan("gold".into()),
         written: Box::new(Written {

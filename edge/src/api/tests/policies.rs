@@ -215,5 +215,8 @@ async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
         refusals.push(answer.line());
     }
     insta::assert_snapshot!(refusals.join("\n"));
-    assert!(world.get(VALUES).admin().send().await.is(200)["items"].as_array().unwrap().is_empty(), "nothing was written");
+    assert!(
+        world.get(VALUES).admin().send().await.is(200)["items"].as_array().unwrap().is_empty(),
+        "nothing was written"
+    );
 }

@@ -28,8 +28,15 @@ fn decide(
     policy: &PolicyBook,
 ) -> Result<Step<ScopeValues>, Rejection> {
     let by = Principal::system("test");
-    let ctx =
-        Ctx { now: at(now), policy, by: &by, correlation_id: "c", seed: now.unsigned_abs().into(), id: Uuid::from_u128(1), version: 1 };
+    let ctx = Ctx {
+        now: at(now),
+        policy,
+        by: &by,
+        correlation_id: "c",
+        seed: now.unsigned_abs().into(),
+        id: Uuid::from_u128(1),
+        version: 1,
+    };
     ScopeValues::decide(state, Command::Write(Box::new(new)), &ctx)
 }
 
@@ -59,7 +66,8 @@ fn a_value_is_written_with_who_why_and_what_it_replaces() {
 
 #[test]
 fn what_a_key_does_not_admit_is_refused_before_it_is_written() {
-    for value in [Value::Int(-1), Value::Int(10_001), Value::Int(i64::MAX), Value::Bool(true), Value::Text("7".into())] {
+    for value in [Value::Int(-1), Value::Int(10_001), Value::Int(i64::MAX), Value::Bool(true), Value::Text("7".into())]
+    {
         let refused = write(None, NewValue { value: value.clone(), ..new(0) }, 0);
         assert_eq!(refused, Err(Rejection::OutOfBounds { key: KEY, value }));
     }
@@ -82,10 +90,7 @@ fn of_several_who_expect_the_same_value_one_wins() {
     // The same for one instant ahead.
     let ahead = |value| NewValue { effective_at: Some(at(60)), expected: Expected::This(Value::Int(20)), ..new(value) };
     let third = write(Some(&second), ahead(30), 2).unwrap();
-    assert_eq!(
-        write(Some(&third), ahead(31), 2),
-        Err(Rejection::Differs { key: KEY, current: Some(Value::Int(30)) })
-    );
+    assert_eq!(write(Some(&third), ahead(31), 2), Err(Rejection::Differs { key: KEY, current: Some(Value::Int(30)) }));
 }
 
 #[test]
@@ -108,10 +113,7 @@ fn so_many_values_may_lie_ahead_and_the_same_instant_is_one() {
     for second in 1..=AHEAD_OF_KEY as i64 {
         values = write(Some(&values), ahead(KEY, second), 0).unwrap();
     }
-    assert_eq!(
-        write(Some(&values), ahead(KEY, 1000), 0),
-        Err(Rejection::TooManyAhead { limit: AHEAD_OF_KEY })
-    );
+    assert_eq!(write(Some(&values), ahead(KEY, 1000), 0), Err(Rejection::TooManyAhead { limit: AHEAD_OF_KEY }));
     let replaced = write(Some(&values), NewValue { value: Value::Int(9), ..ahead(KEY, 20) }, 0).unwrap();
     assert_eq!((replaced.values.len(), holds_at(&replaced, 20)), (AHEAD_OF_KEY + 1, Value::Int(9)));
     // When they have come to pass there is room again.
