@@ -14,6 +14,7 @@ pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
+use crate::pool::Kept;
 use sqlx::PgPool;
 
 /// The most rows of one page.
@@ -23,12 +24,13 @@ pub const PAGE_MAX: u32 = 1000;
 #[derive(Clone, Debug)]
 pub struct Reads {
     pool: PgPool,
+    kept: Kept,
 }
 
 impl Reads {
     #[must_use]
-    pub const fn new(pool: PgPool) -> Self {
-        Self { pool }
+    pub fn new(pool: PgPool) -> Self {
+        Self { kept: Kept::like(&pool), pool }
     }
 }
 

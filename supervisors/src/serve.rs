@@ -98,6 +98,20 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Begins an incarnation of the cluster on a restored database.
+///
+/// # Errors
+/// Where the database cannot be reached, or a member still lives.
+pub async fn begin_incarnation() -> anyhow::Result<i64> {
+    let pool = open_database(&Config::from_environment()?).await?;
+    let cluster = Cluster::new(pool);
+    let living = cluster.living(crate::cluster::SILENCE).await?;
+    if let Some(heard) = living.first() {
+        anyhow::bail!("{} still runs; stop every member first", heard.member.name);
+    }
+    Ok(cluster.begin_incarnation().await?)
+}
+
 impl Process {
     async fn start(config: Config) -> anyhow::Result<Self> {
         let registry = Registry::new();
@@ -120,12 +134,17 @@ impl Process {
             bus: bus.clone(),
         };
         let look = Arc::new(Notify::new());
-        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look) };
+        // Of its own, so that a busy pool never makes a living member look dead.
+        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
+        let store = Durable {
+            committer: committer.clone(),
+            reads: reads.clone(),
+            fenced: Arc::clone(&look),
+            cluster: cluster.clone(),
+        };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
-        // Of its own, so that a busy pool never makes a living member look dead.
-        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
         let supervisor = Supervisor::start().await?;
         let takes_shards = config.roles.contains(&Role::Entities);
         let owner = Owner::new(
@@ -143,6 +162,7 @@ impl Process {
             bus: bus.clone(),
             host: Arc::clone(&host),
             supervisor: supervisor.clone(),
+            committer: committer.clone(),
             reads: reads.clone(),
             cluster,
             registry: registry.clone(),
@@ -222,7 +242,9 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
-        works.insert("rest", work(&self.host, housekeeping::rest));
+        let figures = housekeeping::Figures::new(&self.registry)?;
+        let resting = (Arc::clone(&self.host), Outbox::new(self.pool.clone()), figures);
+        works.insert("rest", work(&resting, |(host, outbox, figures)| housekeeping::rest(host, outbox, figures)));
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
         let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
         works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));

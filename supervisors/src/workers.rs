@@ -1,6 +1,7 @@
 //! What runs beside the entities: one file per worker.
 
 pub mod housekeeping;
+pub mod pace;
 pub mod policy;
 pub mod provisioning;
 pub mod reactor;
