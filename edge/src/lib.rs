@@ -23,6 +23,7 @@ pub mod node_ca;
 pub mod page;
 pub mod polls;
 pub mod probe;
+pub mod rate_limit;
 pub mod runtime;
 pub mod secret_shape;
 pub mod services;

@@ -10,6 +10,7 @@ mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, StateCount};
+pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 

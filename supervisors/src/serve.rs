@@ -12,7 +12,7 @@ use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
-use crate::workers::{housekeeping, timers};
+use crate::workers::{housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
@@ -26,6 +26,7 @@ use edge::auth::service_token::ServiceTokens;
 use edge::identity::TrustDomain;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
+use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
 use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
@@ -130,7 +131,12 @@ impl Process {
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
-        let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
+        let effects = Nudges {
+            polls: polls.clone(),
+            connections: connections.clone(),
+            here: Arc::clone(&here),
+            bus: bus.clone(),
+        };
         let look = Arc::new(Notify::new());
         // Of its own, so that a busy pool never makes a living member look dead.
         let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
@@ -210,6 +216,7 @@ impl Process {
             world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
             runtime: Arc::new(Reported(Arc::clone(&self.operations))),
             authenticator: Arc::new(authenticator),
+            limiter: RateLimiter::register(self.directory.clone(), &self.registry)?,
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
@@ -249,8 +256,9 @@ impl Process {
         let resting = (Arc::clone(&self.host), Outbox::new(self.pool.clone()), figures);
         works.insert("rest", work(&resting, |(host, outbox, figures)| housekeeping::rest(host, outbox, figures)));
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
-        let policy = (Arc::clone(&self.here), self.reads.clone());
-        works.insert("policy", work(&policy, |(here, reads)| housekeeping::read_policy(here, reads)));
+        let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
+        works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));
+        works.insert("policy-words", work(&values, |(here, _, bus)| policy::listen(here, bus)));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",
@@ -385,6 +393,7 @@ impl Listening {
 struct Nudges {
     polls: Polls,
     connections: Connections,
+    here: Arc<Here>,
     bus: Bus,
 }
 
@@ -393,6 +402,8 @@ impl Effects for Nudges {
         let nudge = match effect {
             Effect::WakeNode(node) => Nudge::Wake(node),
             Effect::CloseNode(node) => Nudge::Close(node),
+            // The others hear of the event.
+            Effect::ReadPolicy => return self.here.policy_written.notify_one(),
         };
         act(nudge, &self.polls, &self.connections);
         let bus = self.bus.clone();

@@ -57,6 +57,7 @@ pub const TREE: &[Row] = &[
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
+    row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),

@@ -3,6 +3,7 @@
 pub mod audit_seal;
 pub mod housekeeping;
 pub mod pace;
+pub mod policy;
 pub mod provisioning;
 pub mod reactor;
 pub mod relay;

@@ -17,13 +17,15 @@ use tokio::sync::Notify;
 /// The clock, the dice, the policy values as they were read last, and this member's lease.
 pub struct Here {
     policy: ArcSwap<PolicyBook>,
+    /// Told when the policy values should be read now.
+    pub policy_written: Notify,
     view: Arc<View>,
 }
 
 impl Here {
     #[must_use]
     pub fn new(view: Arc<View>) -> Self {
-        Self { policy: ArcSwap::default(), view }
+        Self { policy: ArcSwap::default(), policy_written: Notify::new(), view }
     }
 
     /// Replaces the policy values.

@@ -23,6 +23,7 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod rate_limit;
 pub mod redact;
 pub mod service_account;
 pub mod sku;
@@ -32,7 +33,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, ServiceAccountId, ServiceAccountKeyId, Shard,
-    SkuId, SshKeyId, TaskId, TokenId,
+    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId, ServiceAccountId,
+    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

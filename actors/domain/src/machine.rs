@@ -185,6 +185,8 @@ pub enum Effect {
     WakeNode(NodeId),
     /// The node's identity is void: its connections are closed on every replica.
     CloseNode(NodeId),
+    /// This process should read the policy values now; the others hear of it by the event.
+    ReadPolicy,
 }
 
 #[cfg(test)]

@@ -17,9 +17,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A user has few keys; a thousand would be somebody's script.
-pub const MAX_KEYS: usize = 100;
-
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
     pub user_id: String,
@@ -156,8 +153,8 @@ pub enum Rejection {
     NotFound,
     #[error("the key is registered already, as {existing}")]
     KeyExists { existing: SshKeyId },
-    #[error("{MAX_KEYS} keys are registered; delete one first")]
-    TooManyKeys,
+    #[error("{limit} keys are registered; delete one first")]
+    TooManyKeys { limit: i64 },
     #[error("the quota of {limit} allocations is used up")]
     OverQuota { limit: i64 },
     #[error("there are {limit} service accounts, which is the most; delete one first")]
@@ -271,8 +268,10 @@ impl Tenant {
         if let Some(key) = self.keys.values().find(|key| key.fingerprint == fingerprint) {
             return Err(Rejection::KeyExists { existing: key.id });
         }
-        if self.keys.len() >= MAX_KEYS {
-            return Err(Rejection::TooManyKeys);
+        let scopes = Scopes { user_id: Some(self.user_id.clone()), ..Scopes::from(ctx.by) };
+        let limit = ctx.policy.int(Key::SshKeyMaxPerUser, &scopes, ctx.now);
+        if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
+            return Err(Rejection::TooManyKeys { limit });
         }
         let key = SshKey {
             id: SshKeyId(ctx.new_id(0)),
@@ -477,10 +476,10 @@ mod tests {
 
     #[test]
     fn a_key_is_registered_once_and_there_is_an_end_to_them() {
-        let tenant = with_keys(MAX_KEYS);
+        let tenant = with_keys(100);
         let existing = tenant.keys.values().find(|key| key.fingerprint == "SHA256:7").unwrap().id;
         assert_eq!(decide(Some(&tenant), add(7), 1, 50).err(), Some(Rejection::KeyExists { existing }));
-        assert_eq!(decide(Some(&tenant), add(MAX_KEYS), 1, 50).err(), Some(Rejection::TooManyKeys));
+        assert_eq!(decide(Some(&tenant), add(100), 1, 50).err(), Some(Rejection::TooManyKeys { limit: 100 }));
     }
 
     #[test]

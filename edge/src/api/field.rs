@@ -156,9 +156,20 @@ texts! {
     /// A name in the audit log: an action, a kind, a correlation id.
     AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
+    PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
+        |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
+            && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+impl ClaimId {
+    /// One that was read before, and kept.
+    pub(crate) const fn kept(id: String) -> Self {
+        Self(id)
+    }
 }
 
 numbers! {

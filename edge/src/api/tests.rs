@@ -7,6 +7,7 @@ mod contract;
 mod inputs;
 mod nodes;
 mod people;
+mod policies;
 mod repetitions;
 mod service_accounts;
 mod skus;

@@ -1,8 +1,7 @@
-//! What has to be done now and then: policy read, idle entities put to sleep, old command ids forgotten, partitions made ahead.
+//! What has to be done now and then: idle entities put to sleep, old command ids forgotten, partitions made ahead.
 
-use crate::world::Here;
 use actors::Host;
-use persistence::{Cluster, Outbox, Reads, sweep};
+use persistence::{Cluster, Outbox, sweep};
 use prometheus::{Gauge, IntGauge, Registry};
 use sqlx::PgPool;
 use std::sync::Arc;
@@ -14,22 +13,6 @@ const AT_A_TIME: u32 = 5000;
 
 /// Members that were silent for so long and own nothing are forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(600);
-
-/// Reads the policy values anew every second.
-///
-/// # Errors
-/// Never; while Postgres cannot be read the values of before hold.
-pub async fn read_policy(here: Arc<Here>, reads: Reads) -> anyhow::Result<()> {
-    let mut turn = interval(Duration::from_secs(1));
-    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        turn.tick().await;
-        match reads.policy_book().await {
-            Ok(book) => here.learn(book),
-            Err(error) => tracing::warn!(error = %error, "could not read the policy values"),
-        }
-    }
-}
 
 /// Figures that are looked up now and then.
 #[derive(Clone)]

@@ -492,6 +492,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         let effect = match effect {
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
+            Effect::ReadPolicy => "read policy",
         };
         write!(line, " | {effect}").unwrap();
     }
