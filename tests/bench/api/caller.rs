@@ -74,7 +74,8 @@ impl Caller {
                 continue;
             }
             if !text.starts_with("http/1.1 2") {
-                bail!("{request}{}", String::from_utf8_lossy(&self.read));
+                let line = request.lines().next().unwrap_or_default();
+                bail!("{line}: {}", String::from_utf8_lossy(&self.read));
             }
             return Ok(());
         }
