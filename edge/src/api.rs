@@ -3,6 +3,7 @@
 mod access_token;
 mod allocation;
 mod asking;
+mod audit;
 mod document;
 mod field;
 mod health;
@@ -87,6 +88,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/nodes/{id}/quarantine"              => node::quarantine, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
         Admin  Get      "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
+
+        Admin  Get      "/api/v1/admin/audit-log"                          => audit::log;
 
         User   Get      "/api/v1/allocations"                              => allocation::list;
         User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientCapacity, ConcurrencyLimitExceeded;

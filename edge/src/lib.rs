@@ -24,6 +24,7 @@ pub mod page;
 pub mod polls;
 pub mod probe;
 pub mod runtime;
+pub mod secret_shape;
 pub mod services;
 pub mod ssh_public_key;
 pub mod tasks;

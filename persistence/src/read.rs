@@ -8,7 +8,7 @@ mod policy;
 mod shard;
 mod waiting;
 
-pub use audit::{AuditFilter, AuditPlace, AuditRow};
+pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, StateCount};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -280,6 +280,10 @@ fn variables(
     env.set("SVC_AUTH_URL", identity.auth_url());
     env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
     env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
+    // What `gpuaas audit` needs beside.
+    env.set("SVC_DATABASE_CA_PATH", settings.ca_path.display().to_string());
+    env.set("SVC_NATS_CA_PATH", settings.ca_path.display().to_string());
+    env.set("SVC_KEK_FILE", settings.key_ring_path.display().to_string());
     env.set("SVC_NATS_URL", exposed(&nats.url(OPERATOR).context("the operator has a NATS user")?));
     env.set("SVC_REALM", identity::REALM);
     let given_on = settings.variables.iter().find(|(name, _)| name == REFRESH_TOKEN);

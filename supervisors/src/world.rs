@@ -1,6 +1,7 @@
 //! Time, chance and policy as this process knows them, and the adapter between the shell's store and Postgres.
 
 use crate::cluster::View;
+use actors::place::shard_of;
 use actors::ports::{Store, StoreError, World};
 use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
@@ -9,7 +10,7 @@ use domain::policy::PolicyBook;
 use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::{Committer, Reads};
+use persistence::{Cluster, Committer, Reads};
 use std::sync::Arc;
 use tokio::sync::Notify;
 
@@ -57,6 +58,8 @@ pub struct Durable {
     pub reads: Reads,
     /// Told when a commit found that its shard is another's: the books should be read now.
     pub fenced: Arc<Notify>,
+    /// Keeps what is parked.
+    pub cluster: Cluster,
 }
 
 impl Store for Durable {
@@ -77,6 +80,10 @@ impl Store for Durable {
 
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
         async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+    }
+
+    fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(unreadable) }.boxed()
     }
 }
 

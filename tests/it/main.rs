@@ -1,6 +1,7 @@
 //! The whole service, as its users, operators and nodes meet it: real processes, real Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod audit;
 mod cluster;
 mod enrollment;
 mod faults;
@@ -11,6 +12,7 @@ mod main_job;
 mod openapi;
 mod probe;
 mod release;
+mod secrets;
 mod service_accounts;
 mod tasks;
 mod tidy;

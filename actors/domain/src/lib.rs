@@ -12,6 +12,7 @@
 
 pub mod again;
 pub mod allocation;
+pub mod audit;
 pub mod authz;
 pub mod commit;
 pub mod event;
@@ -22,6 +23,7 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod redact;
 pub mod service_account;
 pub mod sku;
 pub mod tenant;

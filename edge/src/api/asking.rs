@@ -16,7 +16,7 @@ use crate::answer::{Explain, not_answered};
 use crate::auth::{ADMIN, Acting, Caller};
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
+use crate::idempotency::{COUNTERS, IdempotencyKey, Replayed, RequestLine};
 use crate::services::Services;
 
 /// How long a machine may take to answer.
@@ -166,11 +166,15 @@ impl Asking {
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         let by = self.principal();
         let key = self.key.as_ref().map(|key| self.line.command(&by, key, body)).transpose()?;
-        self.send::<M>(id, command, |asked| match key {
+        let answer = self.send::<M>(id, command, |asked| match key {
             Some(key) => asked.once(key),
             None => asked,
-        })
-        .await
+        });
+        let answer = answer.await?;
+        if let (Some(_), Ok(answered)) = (&self.key, &answer) {
+            COUNTERS.answered(answered);
+        }
+        Ok(answer)
     }
 
     /// Asks a command whose answer is a secret: nothing of it is kept, so a repetition is a new command.

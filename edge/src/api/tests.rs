@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod allocations;
+mod audit;
 mod contract;
 mod inputs;
 mod nodes;

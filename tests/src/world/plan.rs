@@ -173,6 +173,7 @@ impl Plan {
             user,
             other_user,
             agent_settings,
+            settings,
             logs,
             declared: Declared::default(),
             secrets,
