@@ -95,7 +95,7 @@ struct Plain {
 
 #[derive(Deserialize)]
 struct Claims {
-    sub: String,
+    preferred_username: String,
 }
 
 /// Serves until it is killed; says its port first.
@@ -164,7 +164,7 @@ impl Plain {
         let refused = |_| StatusCode::UNAUTHORIZED;
         let kid = jsonwebtoken::decode_header(token).map_err(refused)?.kid.ok_or(StatusCode::UNAUTHORIZED)?;
         let key = self.keys.get(&kid).ok_or(StatusCode::UNAUTHORIZED)?;
-        Ok(jsonwebtoken::decode::<Claims>(token, key, &self.rules).map_err(refused)?.claims.sub)
+        Ok(jsonwebtoken::decode::<Claims>(token, key, &self.rules).map_err(refused)?.claims.preferred_username)
     }
 }
 

@@ -63,12 +63,19 @@ impl Caller {
             ensure!(self.stream.read_buf(&mut self.read).await? > 0, "the connection was closed");
             let Some(head) = self.read.windows(4).position(|end| end == b"\r\n\r\n") else { continue };
             let text = std::str::from_utf8(&self.read[..head])?.to_ascii_lowercase();
-            let length = text.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap_or("0");
-            if self.read.len() < head + 4 + length.parse::<usize>()? {
+            let length = text.lines().find_map(|line| line.strip_prefix("content-length: "));
+            let ended = match length {
+                Some(length) => self.read.len() >= head + 4 + length.parse::<usize>()?,
+                // In chunks (RFC 9112, section 7.1), the last of which is empty.
+                None if text.contains("transfer-encoding: chunked") => self.read.ends_with(b"\r\n0\r\n\r\n"),
+                None => true,
+            };
+            if !ended {
                 continue;
             }
             if !text.starts_with("http/1.1 2") {
-                bail!("{request}{}", String::from_utf8_lossy(&self.read));
+                let line = request.lines().next().unwrap_or_default();
+                bail!("{line}: {}", String::from_utf8_lossy(&self.read));
             }
             return Ok(());
         }
