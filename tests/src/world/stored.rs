@@ -38,7 +38,7 @@ impl World {
         assert!(names.iter().any(|name| name == "entity") && names.iter().any(|name| name == "command"), "{names:?}");
         let mut tables = Vec::new();
         for name in names {
-            let query = format!("SELECT row_to_json(kept)::text FROM {name} AS kept");
+            let query = format!("SELECT row_to_json(searched_row)::text FROM {name} AS searched_row");
             let rows: Vec<String> = sqlx::query_scalar(sqlx::AssertSqlSafe(query))
                 .fetch_all(&self.pool)
                 .await
