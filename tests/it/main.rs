@@ -2,13 +2,18 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod cluster;
+mod docs_page;
 mod enrollment;
 mod faults;
+mod generated_client;
 mod harness;
 mod input;
 mod main_job;
 mod openapi;
 mod probe;
 mod release;
+mod schemathesis;
+mod sweep;
 mod tasks;
 mod tidy;
+mod tool;

@@ -3,6 +3,7 @@
 
 mod allocations;
 mod contract;
+mod errors;
 mod inputs;
 mod nodes;
 mod people;
