@@ -11,14 +11,45 @@ use tests::world::hand::{HandAgent, anonymous};
 use tests::world::{REGION, World, id_of, ssh_public_key};
 use uuid::Uuid;
 
+const ACCOUNTS: &str = "/api/v1/service-accounts";
+
 /// A caller, as the columns of the table call it.
 struct Identity {
     name: &'static str,
     caller: Client,
 }
 
+/// Programs that act for `user`: one, and one whose key was revoked after it got its token.
+struct Accounts {
+    valid: Client,
+    revoked: Client,
+}
+
+impl Accounts {
+    async fn made(world: &World) -> Self {
+        let account = world.user.post(ACCOUNTS, &json!({ "name": "swept by" })).await.created();
+        let keys = format!("{ACCOUNTS}/{}/keys", id_of(&account));
+        let caller = async || {
+            let key = world.user.once(Method::POST, &keys, None).await.created();
+            let form = [
+                ("grant_type", "client_credentials"),
+                ("client_id", account["id"].as_str().unwrap()),
+                ("client_secret", key["client_secret"].as_str().unwrap()),
+            ];
+            let asked = world.stranger().request(Method::POST, &format!("{ACCOUNTS}/token")).form(&form);
+            let token = world.stranger().send(asked).await.ok();
+            (world.stranger().as_bearer(token["access_token"].as_str().unwrap()), id_of(&key))
+        };
+        let ((valid, _), (revoked, key)) = (caller().await, caller().await);
+        let gone = world.user.once(Method::DELETE, &format!("{keys}/{key}"), None).await;
+        assert_eq!(gone.status, StatusCode::NO_CONTENT, "{gone}");
+        Self { valid, revoked }
+    }
+}
+
 /// Who is tried, from the weakest on, so that what the strong do to a resource is not in the way of the weak.
-fn identities(world: &World) -> Vec<Identity> {
+async fn identities(world: &World) -> Vec<Identity> {
+    let accounts = Accounts::made(world).await;
     let bearer = |claims: &Value| {
         let token = world.identity.mint(claims).expect("the provider signs");
         world.stranger().as_bearer(secrecy::ExposeSecret::expose_secret(&token))
@@ -37,13 +68,17 @@ fn identities(world: &World) -> Vec<Identity> {
         Identity { name: "expired admin", caller: bearer(&expired) },
         Identity { name: "no role", caller: bearer(&without_role) },
         Identity { name: "other user", caller: world.other_user.clone() },
+        Identity { name: "revoked key", caller: accounts.revoked },
+        Identity { name: "service account", caller: accounts.valid },
         Identity { name: "user", caller: world.user.clone() },
         Identity { name: "admin", caller: world.admin.clone() },
     ]
 }
 
-/// Things of `user` and of the administrators, by how paths name them.
-async fn things(world: &mut World) -> Vec<(&'static str, Uuid)> {
+/// A thing of `user` or of the administrators: the paths that begin so, and what stands for their parameters.
+type Thing = (&'static str, Vec<(&'static str, String)>);
+
+async fn things(world: &mut World) -> Vec<Thing> {
     let sku = world.offer("swept", 8).await;
     let node = world.register("swept").await;
     // There is no capacity, so it waits in line: the user's own, and still.
@@ -51,27 +86,34 @@ async fn things(world: &mut World) -> Vec<(&'static str, Uuid)> {
     let allocation = world.user.post("/api/v1/allocations", &wanted).await.created();
     let key = json!({ "name": "swept", "public_key": ssh_public_key("swept") });
     let key = world.user.post("/api/v1/ssh-keys", &key).await.created();
+    let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
+    let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
+    let account_key = world.user.once(Method::POST, &account_key, None).await.created();
+    let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
+    let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
+    let id = |id: Uuid| ("{id}", id.to_string());
     vec![
-        ("/api/v1/admin/skus/{id}", sku),
-        ("/api/v1/admin/nodes/{id}", node.id),
-        ("/api/v1/admin/runtime/entities/{kind}/{id}", node.id),
-        ("/api/v1/admin/allocations/{id}", id_of(&allocation)),
-        ("/api/v1/allocations/{id}", id_of(&allocation)),
-        ("/api/v1/ssh-keys/{id}", id_of(&key)),
+        one("/api/v1/admin/skus/{id}", sku),
+        one("/api/v1/admin/nodes/{id}", node.id),
+        both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
+        one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/ssh-keys/{id}", id_of(&key)),
+        both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
     ]
 }
 
 /// The path with an existing thing in it.
-fn filled(path: &str, things: &[(&str, Uuid)]) -> String {
+fn filled(path: &str, things: &[Thing]) -> String {
     if !path.contains('{') {
         return path.to_owned();
     }
-    let (_, id) = things
+    let (_, parameters) = things
         .iter()
         .find(|(prefix, _)| path.starts_with(prefix))
         .unwrap_or_else(|| panic!("the sweep has nothing to put into {path}: make one in `things`"));
-    let path = path.replace("{id}", &id.to_string()).replace("{kind}", "node");
-    assert!(!path.contains('{'), "the sweep does not know every parameter of {path}");
+    let path = parameters.iter().fold(path.to_owned(), |path, (name, value)| path.replace(name, value));
+    assert!(!path.contains('{'), "the sweep does not know every parameter of {path}: name it in `things`");
     path
 }
 
@@ -104,9 +146,12 @@ async fn tried(by: &Client, operation: &Operation, path: &str) -> u16 {
     if method == Method::POST {
         request = request.header("Idempotency-Key", Uuid::new_v4().to_string());
     }
-    let example = &described["requestBody"]["content"]["application/json"]["example"];
-    if !example.is_null() {
-        request = request.json(example);
+    let content = &described["requestBody"]["content"];
+    let (json, form) = (&content["application/json"], &content["application/x-www-form-urlencoded"]);
+    if !json.is_null() {
+        request = request.json(&json["example"]);
+    } else if !form.is_null() {
+        request = request.form(&form["example"]);
     }
     let answer = request.send().await.unwrap_or_else(|error| panic!("{method} {path}: no answer: {error:?}"));
     let status = answer.status().as_u16();
@@ -131,7 +176,13 @@ fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
         assert!(!statuses.keys().any(|who| shut(who)), "{method} {path} asks for no token: {statuses:?}");
         return;
     }
-    for who in ["anonymous", "garbage", "expired admin"] {
+    let takes_tokens = described["security"].as_array().unwrap().iter().any(|one| one["bearer"].is_array());
+    if !takes_tokens {
+        // Let in by what no person has: a service account's key, an operator's own token.
+        assert!(statuses.values().all(|status| *status >= 400), "{method} {path}: {statuses:?}");
+        return;
+    }
+    for who in ["anonymous", "garbage", "expired admin", "revoked key"] {
         assert_eq!(status(who), 401, "{method} {path} for {who}");
     }
     assert_eq!(status("no role"), 403, "{method} {path}");
@@ -140,6 +191,9 @@ fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
         assert_eq!(shut(who), for_admins, "{method} {path} for {who}: {statuses:?}");
     }
     assert!(!shut("admin"), "{method} {path} for admin");
+    if for_admins {
+        assert!(shut("service account"), "{method} {path} for a user's service account");
+    }
     // What is another's is not there.
     if !for_admins && path.contains("{id}") {
         assert_eq!(status("other user"), 404, "{method} {path}");
@@ -152,7 +206,7 @@ async fn every_route_gives_everybody_what_is_theirs_and_no_more() {
     let mut world = World::start().await;
     let description = world.stranger().get("/api/v1/openapi.json").await.ok();
     let things = things(&mut world).await;
-    let identities = identities(&world);
+    let identities = identities(&world).await;
     let columns: Vec<_> = identities.iter().map(|identity| identity.name).collect();
     let mut table = format!("{:<64} {}\n", "", columns.join(" | "));
     for operation in operations(&description) {

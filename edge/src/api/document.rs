@@ -14,7 +14,7 @@ use std::sync::LazyLock;
 use axum::Extension;
 use axum::body::Bytes;
 use axum::http::{HeaderName, HeaderValue, header};
-use utoipa::openapi::security::{OpenIdConnect, SecurityScheme};
+use utoipa::openapi::security::{ClientCredentials, Flow, OAuth2, OpenIdConnect, Scopes, SecurityScheme};
 use utoipa::openapi::{OpenApi, Server};
 
 use crate::error::ApiError;
@@ -27,19 +27,28 @@ pub(super) struct Document(Bytes);
 impl Document {
     pub(super) fn of(api: &OpenApi, services: &Services) -> Self {
         let mut api = api.clone();
-        api.servers = Some(vec![Server::new(services.addresses.public_url.trim_end_matches('/'))]);
+        let public_url = services.addresses.public_url.trim_end_matches('/');
+        api.servers = Some(vec![Server::new(public_url)]);
         let issuer = services.authenticator.issuer().trim_end_matches('/');
         let provider = OpenIdConnect::with_description(
             format!("{issuer}/.well-known/openid-configuration"),
             "Where access tokens come from: the token URL stands in the provider's discovery document.".to_owned(),
         );
-        api.components.get_or_insert_default().add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
+        let token_url = format!("{public_url}/api/v1/service-accounts/token");
+        let client = OAuth2::with_description(
+            [Flow::ClientCredentials(ClientCredentials::new(token_url, Scopes::new()))],
+            "How a program gets its token: a service account's id and key.",
+        );
+        let components = api.components.get_or_insert_default();
+        components.add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
+        components.add_security_scheme(SERVICE_ACCOUNT, SecurityScheme::OAuth2(client));
         Self(serde_json::to_vec(&api).unwrap_or_default().into())
     }
 }
 
-/// The security scheme that says where tokens come from.
+/// The security schemes that say where tokens come from.
 pub(super) const PROVIDER: &str = "identity_provider";
+pub(super) const SERVICE_ACCOUNT: &str = "service_account";
 
 /// This description, OpenAPI 3.1.
 #[utoipa::path(

@@ -10,7 +10,7 @@ use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
-use super::document::{PROVIDER, complete, refusals};
+use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
 use crate::error::{Code, Envelope};
 use crate::idempotency;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
@@ -18,6 +18,10 @@ use crate::services::Services;
 
 /// The name of the security scheme in the description.
 const BEARER: &str = "bearer";
+/// The credentials of a service account, where they are not in the form.
+const CLIENT: &str = "service_account";
+/// The operator's token.
+const INTERNAL: &str = "internal";
 
 /// How handlers describe a body that may be left out.
 const OPTIONAL: &str = "May be left out.";
@@ -31,6 +35,10 @@ pub(super) enum Who {
     User,
     /// With the role `admin`.
     Admin,
+    /// With the id and a key of a service account, in the form or by HTTP Basic (RFC 6749, section 2.3.1).
+    Client,
+    /// With the operator's own token for this route, where one is configured.
+    Internal,
 }
 
 /// What a route does with its method.
@@ -124,6 +132,10 @@ fn description() -> OpenApi {
     components.schemas.insert(allocation::Transition::name().into_owned(), allocation::Transition::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
+    components
+        .add_security_scheme(CLIENT, SecurityScheme::Http(HttpBuilder::new().scheme(HttpAuthScheme::Basic).build()));
+    let internal = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some("The operator's own token."));
+    components.add_security_scheme(INTERNAL, SecurityScheme::Http(internal.build()));
     api
 }
 
@@ -144,10 +156,17 @@ fn describe(operation: &mut Operation, row: &Row) {
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
     match row.who {
         Who::Anyone => {}
+        Who::Client => {
+            codes.extend([Code::Unauthenticated, Code::RateLimited]);
+            operation.security = Some(vec![SecurityRequirement::default(), requirement(CLIENT)]);
+        }
+        Who::Internal => {
+            codes.extend([Code::Unauthenticated, Code::NotFound]);
+            operation.security = Some(vec![requirement(INTERNAL)]);
+        }
         Who::User | Who::Admin => {
             codes.extend([Code::Unauthenticated, Code::Forbidden]);
-            let by = |scheme: &str| SecurityRequirement::new::<_, [&str; 0], &str>(scheme, []);
-            operation.security = Some(vec![by(BEARER), by(PROVIDER)]);
+            operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body {
@@ -176,6 +195,10 @@ fn describe(operation: &mut Operation, row: &Row) {
     for (status, response) in refusals(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);
     }
+}
+
+fn requirement(scheme: &str) -> SecurityRequirement {
+    SecurityRequirement::new::<_, [&str; 0], &str>(scheme, [])
 }
 
 fn describe_replay(response: &mut RefOr<Response>) {

@@ -20,8 +20,11 @@ const TAGS: &[(&str, &str)] = &[
     ("allocation", "GPUs rented, watched and given back."),
     ("sku", "The catalog: kinds of machines, where they are offered and at what price."),
     ("ssh_key", "The public keys that open a user's allocations."),
+    ("service_account", "Programs that act for a user, and their keys."),
+    ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
     ("runtime", "The running cluster: who runs where, what waits, what is stuck."),
+    ("identity_keys", "The identity provider's signing keys, for operators."),
     ("health", "Whether a process lives and can serve, and its figures."),
     ("document", "This description."),
 ];
