@@ -39,7 +39,7 @@ const AT_ONCE: usize = 1024;
 pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
-        .layer(Extension(document::Document::of(&api)))
+        .layer(Extension(document::Document::of(&api, &services)))
         .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
@@ -81,6 +81,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get      "/api/v1/readyz"                                   => health::readyz;
         Anyone Get      "/metrics"                                         => health::metrics;
         Anyone Get      "/api/v1/openapi.json"                             => document::openapi;
+        Anyone Get      "/api/v1/docs"                                     => document::page;
+        Anyone Get      "/api/v1/docs/reader.js"                           => document::reader;
 
         User   Get      "/api/v1/skus"                                     => sku::offered;
         Admin  Get      "/api/v1/admin/skus"                               => sku::list;

@@ -137,6 +137,12 @@ impl Authenticator {
         self.service_tokens.as_ref()
     }
 
+    /// Whose tokens are believed: the identity provider's name, under which its discovery document lies.
+    #[must_use]
+    pub fn issuer(&self) -> &str {
+        &self.rules.issuer
+    }
+
     /// The provider's keys, for a forced refresh.
     #[must_use]
     pub fn jwks(&self) -> &Jwks {

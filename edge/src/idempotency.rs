@@ -24,6 +24,8 @@ pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key
 pub const IDEMPOTENCY_REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// The longest key, in characters.
 pub const MAX_LEN: usize = 255;
+/// What a key is made of, for the API's description. (Blanks around a header's value are not part of it.)
+pub const PATTERN: &str = "^[!-~]([ -~]*[!-~])?$";
 
 /// What a client calls its request.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,12 +10,15 @@ mod gate;
 mod handed;
 mod heartbeat;
 mod inventory;
+mod page;
 mod proof;
 mod result;
 mod spoken;
 #[cfg(test)]
 mod tests;
 mod wait;
+
+pub use page::{NodeRoute, PAGE, Shows};
 
 use crate::body::BodyLimit;
 use crate::correlation::{Scope, Service, no_store};

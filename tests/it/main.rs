@@ -3,9 +3,11 @@
 
 mod audit;
 mod cluster;
+mod docs_page;
 mod enrollment;
 mod faults;
 mod foreign_provider;
+mod generated_client;
 mod harness;
 mod input;
 mod main_job;
@@ -14,7 +16,10 @@ mod policy;
 mod probe;
 mod rate_limit;
 mod release;
+mod schemathesis;
 mod secrets;
 mod service_accounts;
+mod sweep;
 mod tasks;
 mod tidy;
+mod tool;

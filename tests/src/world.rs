@@ -184,6 +184,13 @@ impl World {
         node
     }
 
+    /// An agent with simulated GPUs on a bundle that came another way.
+    pub fn start_agent(&mut self, name: &str, bundle: &BootstrapBundle) {
+        let settings = self.agent_settings.clone();
+        let process = AgentProcess::start(name, &settings, bundle).expect("the agent starts");
+        self.agents.insert(bundle.node_id, AgentLife { process: Some(process), settings, bundle: bundle.clone() });
+    }
+
     async fn gpus_of(&mut self, sku: &str) -> u32 {
         self.offer(sku, GPUS).await;
         let offered = self.admin.get(&format!("/api/v1/admin/skus/{}", self.offered[sku])).await.ok();

@@ -110,6 +110,16 @@ impl Visitor<'_> for Whole {
             i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
         self.visit_i64(signed)
     }
+
+    /// To JSON, 7.0 is a whole number as 7 is (JSON Schema 2020-12, core, section 4.2.3).
+    fn visit_f64<E: Error>(self, number: f64) -> Result<i64, E> {
+        const EXACT: f64 = 9_007_199_254_740_992.0;
+        if number.fract() == 0.0 && number.abs() <= EXACT {
+            #[allow(clippy::cast_possible_truncation)]
+            return self.visit_i64(number as i64);
+        }
+        Err(E::invalid_type(serde::de::Unexpected::Float(number), &self))
+    }
 }
 
 fn without_control(text: &str) -> bool {
@@ -148,7 +158,8 @@ texts! {
         |text| text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// One public key in OpenSSH's text form, as it stands in a `.pub` file: type, base64, perhaps a comment; no options.
-    PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
+    PublicKeyText: 8192, "one public key in OpenSSH's text form",
+        r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
     /// Who did something, as the audit log names them: what they are, a colon, their id.
@@ -258,6 +269,7 @@ mod tests {
             format!(r#"{{"text":"{longest}"}}"#),
             r#"{"port":1}"#.into(),
             r#"{"port":65535}"#.into(),
+            r#"{"port":22.0}"#.into(),
             r#"{"name":"h100x4.b-2"}"#.into(),
             r#"{"list":null}"#.into(),
             r#"{"list":["a","a"]}"#.into(),

@@ -73,6 +73,7 @@ pub(super) enum Mode {
 /// What changes of a node. What is left out stays; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(min_properties = 1)]
 pub(super) struct NodeChange {
     host: Option<HostName>,
     port: Option<Port>,
@@ -201,7 +202,8 @@ pub(super) async fn get(
     path = "/",
     params(
         ("id" = Uuid, Path, description = "The node's id"),
-        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on"),
+        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on",
+            pattern = r#"^"[0-9]{1,18}"$"#),
     ),
     request_body = NodeChange,
     responses((status = 200, description = "The node.", body = NodeView)),

@@ -10,7 +10,9 @@ use utoipa::openapi::{OpenApi, RefOr, Required, Response};
 use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
-use crate::error::{Code, Envelope, openapi_responses};
+use super::allocation;
+use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
+use crate::error::{Code, Envelope};
 use crate::idempotency;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
 use crate::rate_limit::{Group, in_group};
@@ -112,7 +114,8 @@ impl Routes {
     }
 
     /// The router and its description. Who asks for health is answered however busy the rest is.
-    pub(super) fn finish(self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
+    pub(super) fn finish(mut self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
+        complete(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
         (open.merge(bounded(self.guarded, timeout, at_most)), self.api)
     }
@@ -129,6 +132,8 @@ fn description() -> OpenApi {
     let mut api = Description::openapi();
     let components = api.components.get_or_insert_default();
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
+    // What is inside of another body's text is not found by way of its route.
+    components.schemas.insert(allocation::Transition::name().into_owned(), allocation::Transition::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
     components
@@ -166,7 +171,7 @@ fn describe(operation: &mut Operation, row: &Row) {
         Who::User | Who::Admin => {
             codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
             operation.responses.responses.values_mut().for_each(describe_limit);
-            operation.security = Some(vec![requirement(BEARER)]);
+            operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body {
@@ -192,7 +197,7 @@ fn describe(operation: &mut Operation, row: &Row) {
         }
         Verb::Get | Verb::Patch | Verb::Delete => {}
     }
-    for (status, response) in openapi_responses(&codes).responses {
+    for (status, response) in refusals(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);
     }
 }
@@ -232,7 +237,8 @@ fn describe_key(operation: &mut Operation, what: &str) {
     let text = ObjectBuilder::new()
         .schema_type(SchemaType::new(Type::String))
         .min_length(Some(1))
-        .max_length(Some(idempotency::MAX_LEN));
+        .max_length(Some(idempotency::MAX_LEN))
+        .pattern(Some(idempotency::PATTERN));
     let key = ParameterBuilder::new()
         .name("Idempotency-Key")
         .parameter_in(ParameterIn::Header)

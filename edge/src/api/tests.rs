@@ -4,6 +4,7 @@
 mod allocations;
 mod audit;
 mod contract;
+mod errors;
 mod inputs;
 mod nodes;
 mod people;

@@ -173,7 +173,7 @@ impl<'a> Call<'a> {
     pub(super) async fn send(self) -> Answer {
         let response = self.response().await;
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let bytes = axum::body::to_bytes(response.into_body(), 4 << 20).await.unwrap();
+        let bytes = axum::body::to_bytes(response.into_body(), 16 << 20).await.unwrap();
         let body = if bytes.is_empty() { Value::Null } else { serde_json::from_slice(&bytes).unwrap_or(Value::Null) };
         assert!(!String::from_utf8_lossy(&bytes).contains("_enc\""), "a sealed field is served");
         Answer { status, headers, body }
