@@ -97,6 +97,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/nodes/{id}"                         => node::get, NotFound;
         Admin  Patch    "/api/v1/admin/nodes/{id}"                         => node::revise, NotFound, StateConflict, ProbeTargetDenied;
         Admin  Post     "/api/v1/admin/nodes/{id}/enrollment-token"        => node::issue_token, NotFound;
+        Admin  Post     "/api/v1/admin/nodes/{id}/reissue-enrollment"      => node::reissue_enrollment, NotFound;
+        Admin  Post     "/api/v1/admin/nodes/{id}/bootstrap-script"        => node::write_script, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/retire"                  => node::retire, NotFound, NodeInUse;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/reactivate"              => node::reactivate, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/remove"                  => node::remove, NotFound;

@@ -10,8 +10,10 @@ mod gate;
 mod handed;
 mod heartbeat;
 mod inventory;
+pub mod nonce;
 mod page;
 mod proof;
+mod recovery;
 mod result;
 mod spoken;
 #[cfg(test)]
@@ -74,6 +76,8 @@ pub fn router(services: Services) -> Router {
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))
+        .route("/internal/v1/nodes/{id}/recover/nonce", get(recovery::nonce))
+        .route("/internal/v1/nodes/{id}/recover", post(recovery::recover))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let speaking = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
@@ -180,6 +184,7 @@ fn unexpected(reply: &Reply) -> ApiError {
         Reply::Node { .. } => "node",
         Reply::TokenIssued { .. } => "token_issued",
         Reply::Enrolled { .. } => "enrolled",
+        Reply::CloneSuspected => "clone_suspected",
         Reply::Work { .. } => "work",
         Reply::Heard { .. } => "heard",
         Reply::Reserved { .. } => "reserved",

@@ -3,6 +3,7 @@
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::identity::TrustDomain;
+use crate::node_api::nonce::Nonces;
 use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::Probe;
@@ -53,6 +54,8 @@ pub struct Trust {
     pub bootstrap_verifier_keys: Vec<String>,
     /// By what agents trust the API's certificate, PEM.
     pub api_ca_pem: String,
+    /// Makes the nonces of recoveries, and knows them again.
+    pub nonces: Nonces,
     /// Seals what is kept of a request and must not be readable at rest.
     pub at_rest: Arc<KeyRing>,
 }

@@ -4,6 +4,7 @@ use anyhow::Context;
 use chrono::{TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
 use edge::identity::TrustDomain;
+use edge::node_api::nonce::Nonces;
 use edge::node_ca::NodeCa;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
@@ -41,7 +42,18 @@ pub async fn load(
         if configured_verifiers.is_empty() { vec![verifier_set.to_env_value()] } else { configured_verifiers.to_vec() };
     VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
         .context("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS is not a list of Ed25519 public keys")?;
-    Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem, at_rest })
+    let nonces = Nonces::new(&secrets.get_or_create("recovery_nonces", || (random(32), json!({}))).await?.value)?;
+    Ok(Trust {
+        nonces,
+        domain,
+        node_ca,
+        task_signer,
+        task_key_id,
+        verifier_set,
+        bootstrap_verifier_keys,
+        api_ca_pem,
+        at_rest,
+    })
 }
 
 /// The keys of session tickets, so that a connection can be resumed at any replica.

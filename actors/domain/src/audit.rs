@@ -43,7 +43,9 @@ actions! {
     NodesIssueEnrollmentToken "nodes.issue_enrollment_token": "a bundle with a fresh token was issued; older ones are void";
     NodesReissueEnrollment "nodes.reissue_enrollment": "a recovery bundle was issued for a node";
     NodesEnroll "nodes.enroll": "an agent enrolled with the issued token";
-    NodesRefuseEnrollment "nodes.refuse_enrollment": "an enrollment was refused, with its true cause; at most one row a minute and node";
+    NodesRefuseEnrollment "nodes.refuse_enrollment": "an enrollment or a recovery was refused, with its true cause; at most one row a minute and node";
+    NodesRecover "nodes.recover": "an agent recovered its identity with its recovery token and key";
+    NodesCloneSuspected "nodes.clone_suspected": "token and key were shown with an old identity generation: the machine has a copy";
     NodesExpireEnrollment "nodes.expire_enrollment": "a token or an enrollment was not used in time";
     NodesActivate "nodes.activate": "an enrolled agent polled and its inventory matched";
     NodesRenewCertificate "nodes.renew_certificate": "an agent renewed its certificate";

@@ -5,6 +5,8 @@ use crate::error::Code;
 /// What an agent has to show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shows {
+    /// Nothing: the answer says nothing of the node.
+    Nothing,
     /// A token of the node, in the body.
     Token,
     /// The node's certificate, in TLS.
@@ -25,14 +27,14 @@ impl NodeRoute {
     /// Everything that the route may refuse.
     pub fn codes(&self) -> impl Iterator<Item = Code> {
         let of_identity = match self.shows {
-            Shows::Token => Code::EnrollmentRejected,
-            Shows::Certificate => Code::InvalidNodeIdentity,
+            Shows::Nothing => None,
+            Shows::Token => Some(Code::EnrollmentRejected),
+            Shows::Certificate => Some(Code::InvalidNodeIdentity),
         };
-        let always =
-            [Code::InvalidRequest, of_identity, Code::InternalError, Code::ServiceUnavailable, Code::Overloaded];
+        let always = [Code::InvalidRequest, Code::InternalError, Code::ServiceUnavailable, Code::Overloaded];
         let with_body = [Code::PayloadTooLarge, Code::UnsupportedMediaType];
         let body = with_body.into_iter().filter(|_| self.method == "POST");
-        always.into_iter().chain(body).chain(self.refuses.iter().copied())
+        always.into_iter().chain(of_identity).chain(body).chain(self.refuses.iter().copied())
     }
 }
 
@@ -44,6 +46,8 @@ const fn route(method: &'static str, path: &'static str, shows: Shows, refuses: 
 #[rustfmt::skip]
 pub const PAGE: &[NodeRoute] = &[
     route("POST", "/internal/v1/nodes/{id}/enroll", Shows::Token, &[Code::RateLimited, Code::UpgradeRequired, Code::StateConflict]),
+    route("GET", "/internal/v1/nodes/{id}/recover/nonce", Shows::Nothing, &[Code::RateLimited]),
+    route("POST", "/internal/v1/nodes/{id}/recover", Shows::Token, &[Code::RateLimited, Code::UpgradeRequired, Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/certificate/renew", Shows::Certificate, &[Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/heartbeat", Shows::Certificate, &[Code::UpgradeRequired]),
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", Shows::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),

@@ -6,7 +6,6 @@ use crate::event::Event;
 use crate::id::{NodeId, TokenId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
 use crate::policy::{Key, Scopes};
-use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,6 +21,12 @@ pub struct Identity {
     /// By serial, as lower-case hex. Expired ones go.
     pub certificates: BTreeMap<String, Certificate>,
     pub token: Option<Token>,
+    /// SHA-256 of the certificate request that was answered last: whose answer was lost shows it again.
+    #[serde(default)]
+    pub last_request: Option<[u8; 32]>,
+    /// Nonces of recoveries, until they would have ended by themselves.
+    #[serde(default)]
+    pub spent_nonces: BTreeMap<String, Timestamp>,
 }
 
 /// A certificate of the node, without itself.
@@ -34,7 +39,7 @@ pub struct Certificate {
     pub generation: u32,
 }
 
-/// A single-use enrollment token: its hash and its end.
+/// A single-use enrollment token: its hash and its end. Once consumed it is a recovery token, which has no end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Token {
     pub id: TokenId,
@@ -47,6 +52,7 @@ pub struct Token {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enrollment {
     pub token_sha256: [u8; 32],
+    pub csr_sha256: [u8; 32],
     pub issued: Certificate,
     pub recovery_public_key: String,
     pub boot_id: String,
@@ -139,11 +145,7 @@ impl Node {
                 return Err(self.wrong_state(&Command::IssueToken { token_id: id, token_sha256: sha256, ttl_seconds }));
             }
         }
-        let ttl = ttl_seconds.map_or_else(
-            || ctx.policy.seconds(Key::NodeEnrollmentTokenTtl, &Scopes::global(), ctx.now),
-            |seconds| TimeDelta::seconds(seconds.into()),
-        );
-        let expires_at = ctx.now + ttl;
+        let expires_at = ctx.now + self.token_life(ttl_seconds, ctx);
         let mut next = self.clone();
         // A new token voids what was before: the older token, and a certificate that was never used.
         next.identity.token = Some(Token { id, sha256, expires_at, consumed_at: None });
@@ -185,6 +187,7 @@ impl Node {
         next.identity.generation = generation;
         next.identity.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
         next.identity.recovery_public_key = Some(shown.recovery_public_key);
+        next.identity.last_request = Some(shown.csr_sha256);
         let certificate = Certificate { generation, ..shown.issued };
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
@@ -209,7 +212,9 @@ impl Node {
             | Life::Removed => None,
         };
         let step = Step::to(next, reply, "an agent enrolled with the issued token").audit(audit);
-        Ok(event.into_iter().fold(step, Step::event))
+        let step = event.into_iter().fold(step, Step::event);
+        let had_one = !self.identity.certificates.is_empty();
+        Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
 
     pub(super) fn renew(&self, serial: &str, issued: Certificate, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -244,7 +249,7 @@ impl Node {
         }
     }
 
-    fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+    pub(super) fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
         match ctx.by {
             crate::authz::Principal::Node(id) if *id == self.id => Ok(()),
             crate::authz::Principal::Node(_)
@@ -283,6 +288,6 @@ impl Node {
 }
 
 /// Compares in a time that does not depend on where they differ.
-fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+pub(super) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
     a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod life;
+mod recovery;
 mod tenants;
 
 use super::*;
@@ -106,6 +107,7 @@ fn certificate(serial: &str) -> Certificate {
 fn enrollment() -> Command {
     Command::Enroll(Box::new(Enrollment {
         token_sha256: HASH,
+        csr_sha256: [1; 32],
         issued: certificate(SERIAL),
         recovery_public_key: "k".into(),
         boot_id: "boot-1".into(),
@@ -117,6 +119,35 @@ fn enrollment() -> Command {
 
 fn issue_token() -> Command {
     Command::IssueToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: HASH, ttl_seconds: None }
+}
+
+fn reissue(revoke_current_certificate: bool) -> Command {
+    Command::Reissue(Box::new(Reissue {
+        token_id: TokenId(Uuid::from_u128(6)),
+        token_sha256: [8; 32],
+        ttl_seconds: None,
+        reason: "r".into(),
+        revoke_current_certificate,
+    }))
+}
+
+/// A recovery as the node's own agent would ask for it in its first generation, with nonce and certificate number `n`.
+fn recovery(n: u8) -> Recovery {
+    Recovery {
+        token_sha256: HASH,
+        identity_generation: 1,
+        verified_with: "k".into(),
+        nonce: Nonce { value: format!("nonce-{n}"), until: start() + TimeDelta::days(60) },
+        csr_sha256: [n; 32],
+        issued: certificate(&format!("r{n}")),
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+    }
+}
+
+fn recover(recovery: Recovery) -> Command {
+    Command::Recover(Box::new(recovery))
 }
 
 fn poll() -> Command {
@@ -384,6 +415,8 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("revise", admin(), revise(None)),
         ("revise another version", admin(), revise(Some(2))),
         ("issue_token", admin(), issue_token()),
+        ("reissue", admin(), reissue(false)),
+        ("reissue, revoking", admin(), reissue(true)),
         ("retire", admin(), retire(false)),
         ("retire, draining", admin(), retire(true)),
         ("reactivate", admin(), Command::Reactivate { reason: reason() }),
@@ -392,6 +425,7 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("release_quarantine", admin(), Command::ReleaseQuarantine { reason: reason() }),
         ("enroll", agent(), enrollment()),
         ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment()),
+        ("recover", agent(), recover(recovery(2))),
         ("renew", agent(), Command::Renew { serial: SERIAL.into(), issued: certificate("02") }),
         ("poll", agent(), poll()),
         ("poll, unknown certificate", agent(), Command::Poll { serial: "ff".into() }),

@@ -156,6 +156,7 @@ fn node_commands() -> Vec<node::Command> {
     let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2 };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
+        csr_sha256: [1; 32],
         issued: issued.clone(),
         recovery_public_key: "AAAA".into(),
         boot_id: "boot".into(),

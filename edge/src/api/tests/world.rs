@@ -291,6 +291,7 @@ impl World {
         let agent = Principal::Node(id);
         let enrollment = Enrollment {
             token_sha256: hash.to_bytes(),
+            csr_sha256: [0; 32],
             issued: Certificate { serial: "01".into(), not_after: now + TimeDelta::days(1), generation: 0 },
             recovery_public_key: "key".into(),
             boot_id: "boot".into(),
@@ -403,6 +404,7 @@ fn trust() -> Trust {
     Trust {
         domain,
         api_ca_pem: node_ca.certificate_pem().to_owned(),
+        nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
         at_rest: crate::testing::key_ring(),
         node_ca,
         task_signer,

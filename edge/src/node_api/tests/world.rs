@@ -180,6 +180,7 @@ impl World {
                 bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
                 verifier_set,
                 api_ca_pem: tls.authority_pem,
+                nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
                 at_rest: crate::testing::key_ring(),
             },
             addresses: Addresses {
