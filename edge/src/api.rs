@@ -3,11 +3,13 @@
 mod access_token;
 mod allocation;
 mod asking;
+mod audit;
 mod document;
 mod field;
 mod health;
 mod identity_keys;
 mod node;
+mod policy;
 mod routing;
 mod runtime;
 mod service_account;
@@ -20,6 +22,7 @@ mod tests;
 use crate::correlation::Service;
 use crate::error::Code;
 use crate::limits::{Concurrency, RequestTimeout, finished};
+use crate::rate_limit::Group;
 use crate::services::Services;
 use axum::{Extension, Router};
 use routing::{Routes, Row, Verb, Who};
@@ -43,20 +46,31 @@ pub fn router(services: Services) -> Router {
     finished(router, Service { name: "api", tells_route: false })
 }
 
-/// A row: who, what, where => the handler, and what it may refuse beside what every route of its form may.
+/// A row: who, what, where (the group whose rate limit holds, where it is not `Api`) => the handler, and what it may refuse beside what
+/// every route of its form may.
 macro_rules! page {
-    ($($who:ident $verb:ident $path:literal => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+    ($($who:ident $verb:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
         Routes::new()$(.row(
             &Row {
                 who: Who::$who,
                 verb: Verb::$verb,
                 path: $path,
+                group: group!($($group)?),
                 operation_id: concat!(stringify!($noun), "_", stringify!($handler)),
                 tag: stringify!($noun),
                 refuses: &[$(Code::$refuses),*],
             },
             routes!($noun::$handler),
         ))+
+    };
+}
+
+macro_rules! group {
+    () => {
+        Group::Api
+    };
+    ($group:ident) => {
+        Group::$group
     };
 }
 
@@ -90,6 +104,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
         Admin  Get      "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
 
+        Admin  Get      "/api/v1/admin/audit-log"                          => audit::log;
+
         User   Get      "/api/v1/allocations"                              => allocation::list;
         User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientCapacity, ConcurrencyLimitExceeded;
         User   Get      "/api/v1/allocations/{id}"                         => allocation::get, NotFound;
@@ -111,6 +127,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Post     "/api/v1/service-accounts/{id}/keys"               => service_account::add_key, NotFound, StateConflict;
         User   Delete   "/api/v1/service-accounts/{id}/keys/{key_id}"      => service_account::revoke_key, NotFound;
         Internal Post   "/internal/auth/jwks/refresh"                      => identity_keys::refresh, RateLimited, UpstreamError;
+
+        Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
+        Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
+        Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

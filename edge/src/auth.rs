@@ -60,6 +60,17 @@ impl Caller {
     pub fn is_admin(&self) -> bool {
         self.roles.contains(ADMIN)
     }
+
+    /// # Errors
+    /// `forbidden` where the caller has not the role `admin`.
+    pub fn into_admin(self) -> Result<Admin, ApiError> {
+        if self.is_admin() {
+            return Ok(Admin(self));
+        }
+        Err(ApiError::forbidden("This route needs the role `admin`.")
+            .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
+            .because(format!("caller {} is no admin", self.user_id)))
+    }
 }
 
 /// A caller with the role `admin`; anybody else is answered `forbidden`.
@@ -259,13 +270,7 @@ where
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
-        let caller = Caller::from_request_parts(parts, state).await?;
-        if caller.is_admin() {
-            return Ok(Self(caller));
-        }
-        Err(ApiError::forbidden("This route needs the role `admin`.")
-            .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
-            .because(format!("caller {} is no admin", caller.user_id)))
+        Caller::from_request_parts(parts, state).await?.into_admin()
     }
 }
 

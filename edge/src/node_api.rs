@@ -25,6 +25,7 @@ use crate::correlation::{Scope, Service, no_store};
 use crate::error::ApiError;
 use crate::identity::TrustDomain;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
+use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
@@ -43,7 +44,8 @@ use std::time::Duration;
 struct NodeApi {
     services: Services,
     handed: Arc<handed::Handed>,
-    gate: Arc<gate::Gate>,
+    /// What each address has used up of enrollments.
+    enrolling: Arc<AddressLimit>,
 }
 
 impl FromRef<NodeApi> for TrustDomain {
@@ -68,7 +70,7 @@ const WAIT_WITHIN: Duration = Duration::from_secs(wait::LONGEST as u64 + 20);
 
 /// The routes.
 pub fn router(services: Services) -> Router {
-    let api = NodeApi { services, handed: Arc::default(), gate: Arc::new(gate::Gate::of_enrollment()) };
+    let api = NodeApi { services, handed: Arc::default(), enrolling: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))

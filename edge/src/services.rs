@@ -6,6 +6,7 @@ use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::Probe;
+use crate::rate_limit::RateLimiter;
 use crate::runtime::Runtime;
 use crate::tls::connections::Connections;
 use actors::Directory;
@@ -27,6 +28,7 @@ pub struct Parts {
     pub world: Arc<dyn World>,
     pub runtime: Arc<dyn Runtime>,
     pub authenticator: Arc<Authenticator>,
+    pub limiter: RateLimiter,
     /// Opens the forced refresh of the provider's keys; without it that route is not there.
     pub jwks_refresh_token: Option<InternalToken>,
     pub probe: Probe,

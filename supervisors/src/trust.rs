@@ -8,6 +8,7 @@ use edge::node_ca::NodeCa;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::Secrets;
+use persistence::audit::AuditKey;
 use persistence::envelope::KeyRing;
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -79,6 +80,16 @@ async fn signing_key(secrets: &Secrets, name: &str) -> anyhow::Result<SigningKey
     let seed: &[u8; 32] =
         secret.value.expose_secret().try_into().with_context(|| format!("the key {name} has a wrong length"))?;
     Ok(SigningKey::from_bytes(seed))
+}
+
+/// The key that signs the heads of the audit log's chains.
+///
+/// # Errors
+/// As [`load`].
+pub async fn audit_key(secrets: &Secrets) -> anyhow::Result<AuditKey> {
+    let secret = secrets.get_or_create("audit_signing/active", || (random(32), json!({}))).await?;
+    let seed: &[u8; 32] = secret.value.expose_secret().try_into().context("the audit key has a wrong length")?;
+    Ok(AuditKey::new(SigningKey::from_bytes(seed)))
 }
 
 fn random(bytes: usize) -> SecretSlice<u8> {

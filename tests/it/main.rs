@@ -1,6 +1,7 @@
 //! The whole service, as its users, operators and nodes meet it: real processes, real Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod audit;
 mod cluster;
 mod docs_page;
 mod enrollment;
@@ -11,9 +12,12 @@ mod harness;
 mod input;
 mod main_job;
 mod openapi;
+mod policy;
 mod probe;
+mod rate_limit;
 mod release;
 mod schemathesis;
+mod secrets;
 mod service_accounts;
 mod sweep;
 mod tasks;

@@ -27,6 +27,7 @@ pub mod line;
 mod logs;
 mod plan;
 mod store;
+mod stored;
 pub mod tenants;
 
 use client::Client;
@@ -46,7 +47,7 @@ use supervisors::dev::identity::IdentityProvider;
 use supervisors::dev::nats::Nats;
 use supervisors::dev::pki::Authority;
 use supervisors::dev::postgres::Postgres;
-use supervisors::dev::replica::Replica;
+use supervisors::dev::replica::{Replica, ReplicaSettings};
 pub use tenants::{OnboardedNode, Rented};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
@@ -82,6 +83,8 @@ pub struct World {
     /// Through the balancer, as `user2`.
     pub other_user: Client,
     agent_settings: AgentSettings,
+    /// How every replica is started.
+    pub settings: ReplicaSettings,
     logs: PathBuf,
     declared: Declared,
     /// What must not stand in any log, by what it is.
@@ -288,6 +291,11 @@ impl World {
     /// ERROR lines that hold this text are part of the story.
     pub fn expects_error(&mut self, text: &str) {
         self.declared.errors.push(text.to_owned());
+    }
+
+    /// This test changes the audit log: that is not to be complained of at the end.
+    pub fn expects_a_changed_audit_log(&mut self) {
+        self.declared.audit = true;
     }
 
     /// This entity may be parked at the end.

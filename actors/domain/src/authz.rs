@@ -81,6 +81,8 @@ pub enum Action {
     OperateRuntime,
     /// Retry or force a release that failed.
     RescueAllocations,
+    /// Set policy values.
+    ManagePolicy,
     /// Rent GPUs.
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
@@ -97,11 +99,12 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::OperateRuntime,
         Self::RescueAllocations,
+        Self::ManagePolicy,
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
@@ -113,7 +116,11 @@ impl Action {
     /// The rule of each action.
     const fn rule(self) -> Rule {
         match self {
-            Self::ManageNodes | Self::ManageSkus | Self::OperateRuntime | Self::RescueAllocations => Rule::Admin,
+            Self::ManageNodes
+            | Self::ManageSkus
+            | Self::OperateRuntime
+            | Self::RescueAllocations
+            | Self::ManagePolicy => Rule::Admin,
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts => Rule::Person,
             Self::SpeakForNode => Rule::Node,
@@ -229,6 +236,7 @@ mod tests {
         ManageSkus: admin, admin's account
         OperateRuntime: admin, admin's account
         RescueAllocations: admin, admin's account
+        ManagePolicy: admin, admin's account
         Rent: user, admin, user's account, admin's account
         Release: user, admin, user's account, admin's account
         KeepKeys: user, admin, user's account, admin's account

@@ -62,6 +62,10 @@ typed_id! {
     CommandId,
     /// A running control-plane process.
     MemberId,
+    /// The policy values of one scope.
+    PolicyId,
+    /// One policy value that was written.
+    PolicyValueId,
 }
 
 macro_rules! kinds {
@@ -103,6 +107,8 @@ kinds! {
     Tenant = "tenant": crate::tenant::Tenant,
     /// A program that acts for its owner, and the keys by which it is known.
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
+    /// The policy values of one scope.
+    Policy = "policy": crate::policy::ScopeValues,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

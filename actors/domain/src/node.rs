@@ -21,11 +21,13 @@ mod tenancy;
 mod tests;
 
 use crate::allocation::{AuthorizedKey, Placed};
+use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
 use crate::event::{Device, Event};
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TokenId};
-use crate::machine::{self, Audit, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
@@ -51,6 +53,8 @@ pub struct Node {
     pub holds: BTreeMap<AllocationId, Hold>,
     /// The allocations whose failed release keeps the node from getting tasks.
     pub fenced_by: BTreeSet<AllocationId>,
+    #[serde(default)]
+    pub refusals: Refusals,
 }
 
 /// What an administrator says of a node.
@@ -408,6 +412,16 @@ impl Machine for Node {
         }
     }
 
+    /// A refused enrollment: the one who tried hears one public code, the log keeps the true cause.
+    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+        let (Command::Enroll(_), Rejection::TokenRefused { .. } | Rejection::Removed) = (command, rejection) else {
+            return None;
+        };
+        let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
+        let metadata = json!({ "cause": rejection.to_string(), "result": "refused" });
+        Some(Refused { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
+    }
+
     fn state(&self) -> &'static str {
         self.life.name()
     }
@@ -525,7 +539,7 @@ impl Node {
         Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
     }
 
-    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, self.entity(), metadata)
     }
 

@@ -2,10 +2,11 @@
 //!
 //! `draft → active → deprecated → inactive`, and back to active from either. Nodes and allocations refer to active entries alone.
 
+use crate::audit::{Audit, AuditAction};
 use crate::authz::Action;
 use crate::event::Event;
 use crate::id::{EntityRef, Kind, SkuId};
-use crate::machine::{self, Audit, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::money::Price;
 use crate::node::Promise;
 use serde::{Deserialize, Serialize};
@@ -180,7 +181,7 @@ impl Sku {
             approvals: Vec::new(),
             created_at: ctx.now,
         };
-        let audit = sku.audit("skus.create", json!({ "name": sku.spec.name }));
+        let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
         sku.clone().said(None, "created by an administrator").audit(audit)
     }
 
@@ -191,7 +192,7 @@ impl Sku {
         }
         next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
         let audit = self.audit(
-            "skus.update",
+            AuditAction::SkusUpdate,
             json!({ "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions }),
         );
         let reply = Box::new(next.clone());
@@ -202,7 +203,7 @@ impl Sku {
         match self.status {
             Status::Active => Ok(Step::stay(Box::new(self.clone()))),
             Status::Draft | Status::Deprecated | Status::Inactive => {
-                Ok(self.changed(Status::Active, "skus.activate", reason, ctx))
+                Ok(self.changed(Status::Active, AuditAction::SkusActivate, reason, ctx))
             }
         }
     }
@@ -210,7 +211,9 @@ impl Sku {
     fn deactivate(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match self.status {
             Status::Inactive => Ok(Step::stay(Box::new(self.clone()))),
-            Status::Active | Status::Deprecated => Ok(self.changed(Status::Inactive, "skus.deactivate", reason, ctx)),
+            Status::Active | Status::Deprecated => {
+                Ok(self.changed(Status::Inactive, AuditAction::SkusDeactivate, reason, ctx))
+            }
             Status::Draft => Err(Rejection::WrongStatus {
                 status: self.status.name().to_owned(),
                 command: Command::Deactivate { reason: String::new() }.name().to_owned(),
@@ -218,7 +221,7 @@ impl Sku {
         }
     }
 
-    fn changed(&self, to: Status, action: &'static str, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn changed(&self, to: Status, action: AuditAction, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
         let mut next = self.clone();
         let from = self.status.name().to_owned();
         next.status = to;
@@ -232,7 +235,7 @@ impl Sku {
         Step::to(self, reply, why).event(event)
     }
 
-    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, EntityRef { kind: Kind::Sku, id: self.id.0 }, metadata)
     }
 }
@@ -306,7 +309,7 @@ mod tests {
                         let kept = serde_json::to_string(&next).unwrap();
                         assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
                         let said: Vec<_> = events.iter().map(Event::subject).collect();
-                        format!("-> {} | {} | audit {}", next.state(), said.join(", "), audit[0].action)
+                        format!("-> {} | {} | audit {}", next.state(), said.join(", "), audit[0].action.as_str())
                     }
                 };
                 writeln!(table, "{} {name}: {outcome}", status.name()).unwrap();

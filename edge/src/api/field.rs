@@ -8,6 +8,8 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::secret_shape::holds_a_secret;
+
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
     ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:literal, $fits:expr;)+) => {$(
@@ -130,13 +132,15 @@ fn is_code(text: &str) -> bool {
 }
 
 texts! {
-    /// Why it is done; kept in the audit log.
-    Reason: 500, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
-    /// What people call it.
-    Label: 100, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
+    Reason: 500, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+        |text| without_control(text) && !holds_a_secret(text);
+    /// What people call it. What looks like a key, a token or a password is refused.
+    Label: 100, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+        |text| without_control(text) && !holds_a_secret(text);
     /// A text that somebody reads as a whole.
-    Statement: 4000, "text without control characters other than line ends",
-        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n');
+    Statement: 4000, "text without control characters other than line ends and without secrets",
+        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n') && !holds_a_secret(text);
     /// The name of a SKU, unique in the catalog.
     SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
         r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();
@@ -158,9 +162,25 @@ texts! {
         r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// Who did something, as the audit log names them: what they are, a colon, their id.
+    ActorName: 300, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// A name in the audit log: an action, a kind, a correlation id.
+    AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
+    PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
+        |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
+            && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+impl ClaimId {
+    /// One that was read before, and kept.
+    pub(crate) const fn kept(id: String) -> Self {
+        Self(id)
+    }
 }
 
 numbers! {

@@ -1,6 +1,7 @@
 //! Turns the page of routes into a router and its description: what every route has in common is said once, here.
 
 use axum::Router;
+use axum::middleware::from_fn_with_state;
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::path::{Operation, Parameter, ParameterBuilder, ParameterIn, PathItem};
 use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
@@ -14,6 +15,7 @@ use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
 use crate::error::{Code, Envelope};
 use crate::idempotency;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
+use crate::rate_limit::{Group, in_group};
 use crate::services::Services;
 
 /// The name of the security scheme in the description.
@@ -69,6 +71,8 @@ pub(super) struct Row {
     pub(super) who: Who,
     pub(super) verb: Verb,
     pub(super) path: &'static str,
+    /// Whose rate limit holds, where the route asks for a token.
+    pub(super) group: Group,
     /// Unique, for generated clients.
     pub(super) operation_id: &'static str,
     pub(super) tag: &'static str,
@@ -104,7 +108,7 @@ impl Routes {
         if row.who == Who::Anyone {
             self.open = self.open.merge(router);
         } else {
-            self.guarded = self.guarded.merge(router);
+            self.guarded = self.guarded.merge(router.route_layer(from_fn_with_state(row.group, in_group)));
         }
         self
     }
@@ -165,7 +169,8 @@ fn describe(operation: &mut Operation, row: &Row) {
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
         Who::User | Who::Admin => {
-            codes.extend([Code::Unauthenticated, Code::Forbidden]);
+            codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
+            operation.responses.responses.values_mut().for_each(describe_limit);
             operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }
     }
@@ -205,6 +210,18 @@ fn describe_replay(response: &mut RefOr<Response>) {
     if let RefOr::T(response) = response {
         let header = HeaderBuilder::new().description(Some("`true` where this answer was given before."));
         response.headers.insert("Idempotency-Replayed".to_owned(), RefOr::T(header.build()));
+    }
+}
+
+fn describe_limit(response: &mut RefOr<Response>) {
+    if let RefOr::T(response) = response {
+        for (name, what) in [
+            ("RateLimit-Policy", "The limit: `\"api\";q=120;w=60` is 120 requests in 60 seconds."),
+            ("RateLimit", "What is left of it, and the seconds until all of it is there again: `\"api\";r=119;t=1`."),
+        ] {
+            let header = HeaderBuilder::new().description(Some(what));
+            response.headers.insert(name.to_owned(), RefOr::T(header.build()));
+        }
     }
 }
 

@@ -2,11 +2,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod allocations;
+mod audit;
 mod contract;
 mod errors;
 mod inputs;
 mod nodes;
 mod people;
+mod policies;
 mod repetitions;
 mod service_accounts;
 mod skus;

@@ -1,6 +1,7 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
 use super::{Command, Health, Inventory, Life, Node, Probe, Reason, Registration, Rejection, Reply, TokenCause};
+use crate::audit::{AuditAction, Refusals};
 use crate::event::Event;
 use crate::id::{NodeId, TokenId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
@@ -81,6 +82,7 @@ impl Node {
             health: Health::default(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
+            refusals: Refusals::default(),
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -88,8 +90,10 @@ impl Node {
             to: node.life.name().to_owned(),
             reason: "registered".to_owned(),
         };
-        let audit =
-            node.audit("nodes.create", json!({ "host": node.registration.host, "sku": node.registration.sku.name }));
+        let audit = node.audit(
+            AuditAction::NodesCreate,
+            json!({ "host": node.registration.host, "sku": node.registration.sku.name }),
+        );
         Ok(node.answered("registered by an administrator").event(event).audit(audit))
     }
 
@@ -112,7 +116,7 @@ impl Node {
         to.host = host.unwrap_or_else(|| to.host.clone());
         to.port = port.unwrap_or(to.port);
         to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
-        let audit = self.audit("nodes.update", json!({ "host": to.host, "port": to.port }));
+        let audit = self.audit(AuditAction::NodesUpdate, json!({ "host": to.host, "port": to.port }));
         Ok(next.answered("revised by an administrator").audit(audit))
     }
 
@@ -146,7 +150,8 @@ impl Node {
         next.identity.certificates.clear();
         let message = "A token was issued; install the bundle on the machine and start the agent.";
         let event = next.enter(Life::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
-        let audit = self.audit("nodes.issue_enrollment_token", json!({ "token_id": id, "expires_at": expires_at }));
+        let audit =
+            self.audit(AuditAction::NodesIssueEnrollmentToken, json!({ "token_id": id, "expires_at": expires_at }));
         Ok(Step::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
             .event(event)
             .audit(audit))
@@ -185,8 +190,10 @@ impl Node {
         next.inventory = Some(shown.inventory);
         next.see(&shown.boot_id, &shown.agent_version, shown.protocol, ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
-        let audit = self
-            .audit("nodes.enroll", json!({ "identity_generation": generation, "agent_version": shown.agent_version }));
+        let audit = self.audit(
+            AuditAction::NodesEnroll,
+            json!({ "identity_generation": generation, "agent_version": shown.agent_version }),
+        );
         let event = match self.life {
             Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {
                 let message = "The agent has its certificate; waiting for its first poll.";
@@ -210,8 +217,10 @@ impl Node {
         let generation = self.identity.generation;
         let mut next = self.clone();
         next.identity.certificates.retain(|_, certificate| certificate.not_after > ctx.now);
-        let audit =
-            self.audit("nodes.renew_certificate", json!({ "serial": issued.serial, "not_after": issued.not_after }));
+        let audit = self.audit(
+            AuditAction::NodesRenewCertificate,
+            json!({ "serial": issued.serial, "not_after": issued.not_after }),
+        );
         let certificate = Certificate { generation, ..issued };
         next.identity.certificates.insert(certificate.serial.clone(), certificate);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: self.identity.recoveries_left };
@@ -268,7 +277,8 @@ impl Node {
             }
         };
         let event = next.enter(life, code, message, ctx);
-        next.answered(message).event(event).effect(Effect::CloseNode(self.id))
+        let audit = self.audit(AuditAction::NodesExpireEnrollment, json!({ "code": code }));
+        next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
     }
 }
 

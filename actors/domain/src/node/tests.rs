@@ -482,7 +482,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         }
     };
     let said: Vec<_> = step.events.iter().map(Event::subject).collect();
-    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
+    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
     for (what, list) in [("", said), ("audit ", audited)] {
         if !list.is_empty() {
             write!(line, " | {what}{}", list.join(", ")).unwrap();
@@ -492,6 +492,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         let effect = match effect {
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
+            Effect::ReadPolicy => "read policy",
         };
         write!(line, " | {effect}").unwrap();
     }

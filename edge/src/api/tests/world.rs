@@ -9,6 +9,7 @@ use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
+use crate::rate_limit::RateLimiter;
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
@@ -198,7 +199,8 @@ impl World {
         let reads = Reads::new(pool);
         let store = Arc::new(Durable { committer, reads: reads.clone() });
         let clock = Arc::new(Watch::default());
-        let host = Host::new(HostConfig::default(), store, Arc::new(NoEffects), Arc::clone(&clock) as Arc<dyn Clock>);
+        let effects = ReadsPolicy { reads: reads.clone(), clock: Arc::clone(&clock) };
+        let host = Host::new(HostConfig::default(), store, Arc::new(effects), Arc::clone(&clock) as Arc<dyn Clock>);
         for (shard, epoch) in won {
             host.open(Term { shard, epoch }, None).await.unwrap();
         }
@@ -210,6 +212,7 @@ impl World {
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
+            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,
             reads,
             world: Arc::clone(&clock) as Arc<dyn Clock>,
@@ -226,6 +229,10 @@ impl World {
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());
+        // No test's subject but its own: most ask as one user.
+        let mut book = PolicyBook::default();
+        book.set(Key::RateLimitApi, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000)).unwrap();
+        clock.policy.store(Arc::new(book));
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
         Self { services, router, identities, placing, clock, _postgres: postgres }
     }
@@ -469,10 +476,18 @@ impl Clock for Watch {
     }
 }
 
-struct NoEffects;
+struct ReadsPolicy {
+    reads: Reads,
+    clock: Arc<Watch>,
+}
 
-impl Effects for NoEffects {
-    fn perform(&self, _: Effect) {}
+impl Effects for ReadsPolicy {
+    fn perform(&self, effect: Effect) {
+        if effect == Effect::ReadPolicy {
+            let (reads, clock) = (self.reads.clone(), Arc::clone(&self.clock));
+            tokio::spawn(async move { clock.policy.store(Arc::new(reads.policy_book().await.unwrap())) });
+        }
+    }
 }
 
 struct Alone;

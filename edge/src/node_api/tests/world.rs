@@ -8,6 +8,7 @@ use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
+use crate::rate_limit::RateLimiter;
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
@@ -159,8 +160,10 @@ impl World {
         .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
+        let directory = Directory::new(host, Arc::new(Alone));
         let services = Services::new(Parts {
-            directory: Directory::new(host, Arc::new(Alone)),
+            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
+            directory,
             reads,
             world: Arc::clone(&clock) as Arc<dyn Clock>,
             runtime: Arc::new(NoRuntime),
@@ -466,7 +469,7 @@ impl Effects for AtOnce {
             Effect::CloseNode(node) if self.closes.load(Ordering::SeqCst) => {
                 self.connections.close_node(node.0);
             }
-            Effect::CloseNode(_) => {}
+            Effect::CloseNode(_) | Effect::ReadPolicy => {}
         }
     }
 }

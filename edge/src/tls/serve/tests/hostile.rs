@@ -160,7 +160,8 @@ async fn a_target_that_never_ends_is_refused() {
 async fn a_body_that_drips_is_answered_when_its_time_is_over() {
     let world = listener().await;
     let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
-    let head = "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n";
+    let head =
+        "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n";
     stream.write_all(head.as_bytes()).await.unwrap();
     let begin = Instant::now();
     let (mut reading, mut writing) = tokio::io::split(stream);
