@@ -48,7 +48,7 @@ impl Document {
 
 /// The security schemes that say where tokens come from.
 pub(super) const PROVIDER: &str = "identity_provider";
-pub(super) const SERVICE_ACCOUNT: &str = "service_account";
+pub(super) const SERVICE_ACCOUNT: &str = "client_credentials";
 
 /// This description, OpenAPI 3.1.
 #[utoipa::path(

@@ -144,7 +144,7 @@ fn as_everywhere(served: &Value) -> Value {
     let provider = schemes.remove("identity_provider").unwrap();
     let url = provider["openIdConnectUrl"].as_str().unwrap();
     assert!(url.ends_with("/.well-known/openid-configuration"), "{url}");
-    let account = schemes.remove("service_account").unwrap();
+    let account = schemes.remove("client_credentials").unwrap();
     let url = account["flows"]["clientCredentials"]["tokenUrl"].as_str().unwrap();
     assert!(url.ends_with("/api/v1/service-accounts/token"), "{url}");
     served
