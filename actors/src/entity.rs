@@ -4,12 +4,14 @@ use crate::ask::{Answer, AskError};
 use crate::host::{Exit, Facts, Host, Slot};
 use crate::ports::Term;
 use crate::shell::{Ask, Input, Now, Output, Shell};
-use domain::{EntityRef, Machine};
+use domain::{Commit, EntityRef, Machine};
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use telemetry::Trace;
 use tokio::sync::oneshot;
+use tracing::{Instrument as _, Span, error_span};
 use uuid::Uuid;
 
 /// Hosts entities of machine `M`.
@@ -38,6 +40,8 @@ pub(crate) enum Message<M: Machine> {
 pub(crate) struct Waiter<M: Machine> {
     pub(crate) answer: oneshot::Sender<Answer<M>>,
     pub(crate) slot: Slot,
+    /// In whose scope the command is carried out, and what is logged of it stands.
+    pub(crate) span: Span,
 }
 
 pub(crate) struct Hosted<M: Machine> {
@@ -94,19 +98,22 @@ impl<M: Machine> Hosted<M> {
             match output {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
-                    tell_later(myself, async move { Input::Loaded(host.store().load(entity).await) });
+                    tell_later(myself, Span::current(), async move { Input::Loaded(host.store().load(entity).await) });
                 }
                 Output::Commit(commit) => {
-                    let host = Arc::clone(&self.host);
-                    tell_later(myself, async move { Input::Committed(host.store().commit(*commit).await) });
+                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
+                    let committing = commit_span(&span, &commit);
+                    tell_later(myself, span, async move {
+                        Input::Committed(host.store().commit(*commit).instrument(committing).await)
+                    });
                 }
                 Output::LookUp(id) => {
-                    let host = Arc::clone(&self.host);
-                    tell_later(myself, async move { Input::Looked(host.store().command(id).await) });
+                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
+                    tell_later(myself, span, async move { Input::Looked(host.store().command(id).await) });
                 }
                 Output::Reply(token, answer) => {
                     let answer = self.if_it_may_be_true(answer);
-                    if let Some(Waiter { answer: asker, slot }) = self.waiters.remove(&token) {
+                    if let Some(Waiter { answer: asker, slot, span: _ }) = self.waiters.remove(&token) {
                         // The place first: whoever has the answer may ask the same again at once.
                         drop(slot);
                         // Who does not wait any more is not owed an answer.
@@ -119,6 +126,12 @@ impl<M: Machine> Hosted<M> {
                 Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
             }
         }
+    }
+
+    /// The scope of the command that is being committed or looked up.
+    fn span_under_way(&self) -> Span {
+        let waiter = self.shell.under_way().and_then(|token| self.waiters.get(&token));
+        waiter.map_or_else(Span::none, |waiter| waiter.span.clone())
     }
 
     /// What was committed is true. What was only remembered, and a refusal decided from it, is so while the lease lasts.
@@ -141,12 +154,35 @@ impl<M: Machine> Hosted<M> {
     }
 }
 
-/// Runs `work` beside the mailbox and puts what came of it into the mailbox.
-fn tell_later<M: Machine>(myself: &ActorRef<Message<M>>, work: impl Future<Output = Input<M>> + Send + 'static) {
+/// The time that a commit takes, for those who look at the trace.
+fn commit_span(above: &Span, commit: &Commit) -> Span {
+    match commit.traceparent.as_deref().and_then(Trace::parse) {
+        Some(trace) if trace.is_sampled() => {
+            let trace = trace.child();
+            error_span!(
+                parent: above,
+                "commit",
+                trace_id = %trace.trace_id(),
+                span_id = %trace.span_id(),
+                otel.parent = trace.parent_to_export(),
+                to_state = commit.to_state,
+            )
+        }
+        Some(_) | None => Span::none(),
+    }
+}
+
+/// Runs `work` beside the mailbox and puts what came of it into the mailbox, which then handles it in `span`.
+fn tell_later<M: Machine>(
+    myself: &ActorRef<Message<M>>,
+    span: Span,
+    work: impl Future<Output = Input<M>> + Send + 'static,
+) {
     let myself = myself.clone();
-    tokio::spawn(async move {
+    let telling = async move {
         let input = work.await;
         // An actor that is gone has answered its waiters already.
         let _ = myself.cast(Message::Tell(Box::new(input)));
-    });
+    };
+    tokio::spawn(telling.instrument(span));
 }

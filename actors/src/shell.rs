@@ -16,7 +16,7 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, Done, Snapshot, Timer};
-use domain::machine::Command as _;
+use domain::machine::{Command as _, Trace};
 use domain::policy::PolicyBook;
 use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcome, Step, Timestamp};
 use std::any::Any;
@@ -154,6 +154,14 @@ impl<M: Machine> Shell<M> {
         self.version
     }
 
+    /// Whose command is being committed or looked up.
+    pub const fn under_way(&self) -> Option<u64> {
+        match &self.phase {
+            Phase::Committing { ask, .. } | Phase::Looking { ask, .. } => Some(ask.token),
+            Phase::Loading { .. } | Phase::Ready { .. } | Phase::Over => None,
+        }
+    }
+
     fn entity(&self) -> EntityRef {
         EntityRef { kind: M::KIND, id: self.id }
     }
@@ -248,6 +256,7 @@ impl<M: Machine> Shell<M> {
             policy: now.policy,
             by: &ask.asked.by,
             correlation_id: &ask.asked.correlation_id,
+            trace: Trace { parent: ask.asked.traceparent.as_deref(), state: ask.asked.tracestate.as_deref() },
             seed: now.seed,
             id: self.id,
             version: self.version,
@@ -291,6 +300,7 @@ impl<M: Machine> Shell<M> {
             actor: ask.asked.by.to_string(),
             correlation_id: ask.asked.correlation_id.clone(),
             traceparent: ask.asked.traceparent.clone(),
+            tracestate: ask.asked.tracestate.clone(),
             audit: step.audit.clone(),
             outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
             command,

@@ -20,6 +20,7 @@ pub struct OutboxRow {
     pub event: Event,
     pub correlation_id: String,
     pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
     /// When it happened, by the clock of the member that decided it.
     pub created_at: Timestamp,
 }

@@ -30,4 +30,4 @@ pub use event::Event;
 pub use id::{
     AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
-pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};
+pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

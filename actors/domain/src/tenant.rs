@@ -283,7 +283,16 @@ mod tests {
         Tenant::decide(
             state,
             command,
-            &Ctx { now, policy: &policy, by: &by, correlation_id: "c", seed, id, version: 1 },
+            &Ctx {
+                now,
+                policy: &policy,
+                by: &by,
+                correlation_id: "c",
+                trace: crate::machine::Trace::default(),
+                seed,
+                id,
+                version: 1,
+            },
         )
     }
 
