@@ -13,6 +13,7 @@ pub mod body;
 pub mod bundle;
 pub mod correlation;
 pub mod error;
+pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;

@@ -1,6 +1,8 @@
 //! What the handlers are given: the actors to ask, the store to read, and the keys to sign with.
 
+use crate::api::InternalToken;
 use crate::auth::Authenticator;
+use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
 use crate::polls::Polls;
@@ -14,6 +16,7 @@ use ed25519_dalek::SigningKey;
 use persistence::Reads;
 use persistence::envelope::KeyRing;
 use std::sync::Arc;
+use telemetry::Sampling;
 
 /// Shared by all requests; cheap to clone.
 #[derive(Clone)]
@@ -29,7 +32,12 @@ pub struct Parts {
     pub probe: Probe,
     pub polls: Polls,
     pub connections: Connections,
+    pub figures: Figures,
+    /// How many of the traces that begin here are sampled.
+    pub sampling: Sampling,
     pub trust: Trust,
+    /// Lets the operator's tools read this process's stats; without it there is no such route.
+    pub stats_token: Option<InternalToken>,
     pub addresses: Addresses,
     /// Cancelled when this process ends: what waits long answers then.
     pub stopping: tokio_util::sync::CancellationToken,

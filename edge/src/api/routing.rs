@@ -17,6 +17,9 @@ use crate::services::Services;
 /// The name of the security scheme in the description.
 const BEARER: &str = "bearer";
 
+/// The scheme of the operator's own token.
+const INTERNAL: &str = "internal";
+
 /// How handlers describe a body that may be left out.
 const OPTIONAL: &str = "May be left out.";
 
@@ -29,6 +32,8 @@ pub(super) enum Who {
     User,
     /// With the role `admin`.
     Admin,
+    /// With the operator's internal token.
+    Internal,
 }
 
 /// What a route does with its method.
@@ -91,7 +96,8 @@ impl Routes {
         let mut one = OpenApiRouter::new().routes((schemas, paths, handler));
         self.api.merge(one.to_openapi());
         let (router, _) = one.split_for_parts();
-        if row.who == Who::Anyone {
+        // Operators are answered however busy the rest is.
+        if matches!(row.who, Who::Anyone | Who::Internal) {
             self.open = self.open.merge(router);
         } else {
             self.guarded = self.guarded.merge(router);
@@ -119,6 +125,9 @@ fn description() -> OpenApi {
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
+    let internal =
+        HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some("The operator's internal token."));
+    components.add_security_scheme(INTERNAL, SecurityScheme::Http(internal.build()));
     api
 }
 
@@ -139,6 +148,10 @@ fn describe(operation: &mut Operation, row: &Row) {
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
     match row.who {
         Who::Anyone => {}
+        Who::Internal => {
+            codes.extend([Code::Unauthenticated, Code::NotFound]);
+            operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(INTERNAL, [])]);
+        }
         Who::User | Who::Admin => {
             codes.extend([Code::Unauthenticated, Code::Forbidden]);
             operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, [])]);

@@ -140,10 +140,21 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
             "Anyone" => assert!(!statuses.iter().any(|status| refused(*status)), "{route}"),
             "User" => assert_eq!(statuses.map(refused), [true, true, true, false, false], "{route}"),
             "Admin" => assert_eq!(statuses.map(refused), [true, true, true, true, false], "{route}"),
+            "Internal" => assert_eq!(statuses, [401; 5], "{route}"),
             other => panic!("{other}"),
         }
     }
     insta::assert_snapshot!("who_is_let_in", table);
+}
+
+#[tokio::test]
+async fn a_process_s_stats_are_for_who_has_the_operator_s_token() {
+    let world = World::new().await;
+    let stats = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).send().await;
+    assert_eq!(stats.is(200)["entities"]["awake"], 0);
+    world.get("/api/v1/internal/stats").by("the-operators-own-toke").send().await.refused(401, "unauthenticated");
+    let twice = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).by(super::world::STATS_TOKEN);
+    twice.send().await.refused(401, "unauthenticated");
 }
 
 #[tokio::test]
