@@ -3,10 +3,12 @@
 pub mod cluster;
 pub mod config;
 pub mod dev;
+pub mod figures;
 pub mod logging;
 pub mod runtime;
 pub mod serve;
 pub mod supervisor;
+pub mod traces;
 pub mod tree;
 pub mod tree_command;
 pub mod trust;

@@ -4,14 +4,17 @@ use crate::cluster::View;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
 use crate::config::{Config, Role};
+use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
+use crate::traces::Traces;
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
+use crate::workers::auditor::Auditor;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
-use crate::workers::{housekeeping, timers};
+use crate::workers::{figures, housekeeping, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
@@ -19,8 +22,10 @@ use anyhow::Context;
 use arc_swap::ArcSwap;
 use domain::event::Stream;
 use domain::{Effect, MemberId};
+use edge::api::InternalToken;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::{Authenticator, TokenRules};
+use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
@@ -36,6 +41,7 @@ use persistence::pool::PoolConfig;
 use persistence::{Cluster, Committer, CommitterConfig, Outbox, OutboxRow, Reads, Secrets, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
+use secrecy::ExposeSecret as _;
 use serde_json::json;
 use sqlx::PgPool;
 use std::collections::BTreeMap;
@@ -43,6 +49,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
+use telemetry::Sampling;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -73,6 +80,7 @@ struct Process {
     supervisor: Supervisor,
     operations: Arc<Operations>,
     registry: Registry,
+    traces: Option<Arc<Traces>>,
     committed: mpsc::Sender<Vec<OutboxRow>>,
     relay: Arc<Relay>,
     polls: Polls,
@@ -86,8 +94,8 @@ struct Process {
 ///
 /// # Errors
 /// Where the process cannot start: a setting is wrong, the database cannot be reached, a port is taken.
-pub async fn serve(config: Config) -> anyhow::Result<()> {
-    let process = Process::start(config).await?;
+pub async fn serve(config: Config, traces: Option<Traces>) -> anyhow::Result<()> {
+    let process = Process::start(config, traces).await?;
     let services = process.services().await?;
     process.run(&services).await?;
     tracing::info!(member.id = %process.view.me.id, "{} serves", process.view.me.name);
@@ -97,7 +105,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
 }
 
 impl Process {
-    async fn start(config: Config) -> anyhow::Result<Self> {
+    async fn start(config: Config, traces: Option<Traces>) -> anyhow::Result<Self> {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         let pool = open_database(&config).await?;
@@ -113,7 +121,8 @@ impl Process {
         let (polls, connections) = (Polls::default(), Connections::default());
         let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
         let look = Arc::new(Notify::new());
-        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look) };
+        let told = EventFigures::register(&registry)?;
+        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look), told };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
@@ -138,8 +147,15 @@ impl Process {
             supervisor: supervisor.clone(),
             reads: reads.clone(),
             cluster,
-            registry: registry.clone(),
+            figures: Arc::new(ProcessFigures::register(&registry, &config.member_name, &roles(&config))?),
+            pool: pool.clone(),
+            committer: committer.clone(),
+            polls: polls.clone(),
+            connections: connections.clone(),
         };
+        if let Some(traces) = &traces {
+            traces.register(&registry)?;
+        }
         let relay = Arc::new(Relay::new(bus.clone(), Outbox::new(pool.clone()), rows));
         Ok(Self {
             config,
@@ -155,6 +171,7 @@ impl Process {
             supervisor,
             operations: Arc::new(operations),
             registry,
+            traces: traces.map(Arc::new),
             committed,
             relay,
             polls,
@@ -184,6 +201,9 @@ impl Process {
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
             connections: self.connections.clone(),
+            figures: Figures::register(&self.registry)?,
+            sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
+            stats_token: config.stats_token.as_ref().map(|token| InternalToken::new(token.expose_secret())),
             trust,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
@@ -196,7 +216,9 @@ impl Process {
         for row in TREE.iter().filter(|row| row.roles.iter().any(|role| self.config.roles.contains(role))) {
             match works.remove(row.name) {
                 Some(work) => self.supervisor.add(*row, work),
-                None => self.supervisor.group(*row),
+                None if TREE.iter().any(|below| below.under == row.name) => self.supervisor.group(*row),
+                // Configured away.
+                None => {}
             }
         }
         Ok(())
@@ -214,6 +236,14 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
+        let figures =
+            (Arc::clone(&self.operations.figures), Arc::clone(&self.host), self.reads.clone(), self.bus.clone());
+        works.insert("figures", work(&figures, |(figures, host, reads, bus)| figures::run(figures, host, reads, bus)));
+        let auditor = (Arc::new(Auditor::register(&self.registry, self.reads.clone())?), Arc::clone(&self.host));
+        works.insert("auditor", work(&auditor, |(auditor, host)| async move { auditor.run(host).await }));
+        if let Some(traces) = &self.traces {
+            works.insert("trace-export", work(traces, |traces| async move { traces.run().await }));
+        }
         works.insert("rest", work(&self.host, housekeeping::rest));
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
         let policy = (Arc::clone(&self.here), self.reads.clone());
@@ -255,30 +285,44 @@ impl Process {
                 tickets: Some(Arc::clone(&tickets) as Arc<dyn rustls::server::ProducesTickets>),
             })
         };
-        let public = Listening {
-            at: bind(config.public_listen).await?,
-            tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
-            router: edge::api::router(services.clone()),
-            connections: self.connections.clone(),
-            trust_domain: None,
-            stop: self.stop_listening.clone(),
-            open: self.listeners.clone(),
-        };
-        let node = Listening {
-            at: bind(config.node_listen).await?,
-            tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
-            router: edge::node_api::router(services.clone()),
-            connections: self.connections.clone(),
-            trust_domain: Some(services.trust.domain.clone()),
-            stop: self.stop_listening.clone(),
-            open: self.listeners.clone(),
-        };
-        Ok([("public-api", public), ("node-api", node)]
+        let mut listening = Vec::new();
+        if config.roles.contains(&Role::Api) {
+            listening.push((
+                "public-api",
+                Listening {
+                    at: bind(config.public_listen).await?,
+                    tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
+                    router: edge::api::router(services.clone()),
+                    connections: self.connections.clone(),
+                    trust_domain: None,
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        if config.roles.contains(&Role::NodeApi) {
+            listening.push((
+                "node-api",
+                Listening {
+                    at: bind(config.node_listen).await?,
+                    tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
+                    router: edge::node_api::router(services.clone()),
+                    connections: self.connections.clone(),
+                    trust_domain: Some(services.trust.domain.clone()),
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        let mut works: BTreeMap<_, _> = listening
             .into_iter()
             .map(|(name, listening)| {
                 (name, work(&Arc::new(listening), |listening| async move { listening.serve().await }))
             })
-            .collect())
+            .collect();
+        let operations = (Arc::new(bind(config.operations_listen).await?), edge::api::operations(services.clone()));
+        works.insert("operations", work(&operations, |(at, router)| async move { serve_in_clear(&at, router).await }));
+        Ok(works)
     }
 
     /// Nothing new comes in, parked polls are answered, shards are handed over, what was committed is published.
@@ -307,7 +351,17 @@ impl Process {
             }
             self.supervisor.stop(name).await;
         }
+        if let Some(traces) = &self.traces {
+            traces.finish().await;
+        }
     }
+}
+
+/// For operators, on an address that they keep to themselves. It is answered to the last moment.
+async fn serve_in_clear(at: &std::net::TcpListener, router: axum::Router) -> anyhow::Result<()> {
+    let listener = TcpListener::from_std(at.try_clone()?)?;
+    axum::serve(listener, router).await?;
+    Ok(())
 }
 
 /// A bound socket and what is served on it. Bound before anything else starts, so that a taken port is named at once; a restart of its
@@ -378,6 +432,10 @@ where
 {
     let shared = shared.clone();
     Arc::new(move || run(shared.clone()).boxed())
+}
+
+fn roles(config: &Config) -> String {
+    config.roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(",")
 }
 
 fn me(id: MemberId, config: &Config) -> Member {

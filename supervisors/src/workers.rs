@@ -1,5 +1,7 @@
 //! What runs beside the entities: one file per worker.
 
+pub mod auditor;
+pub mod figures;
 pub mod housekeeping;
 pub mod provisioning;
 pub mod reactor;

@@ -11,6 +11,8 @@ use futures::{FutureExt, StreamExt};
 use persistence::Reads;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::{Instrument as _, error_span};
+use uuid::Uuid;
 
 /// How late a deadline may fire.
 const TURN: Duration = Duration::from_millis(200);
@@ -60,12 +62,19 @@ impl<'a> Visitor for Tick<'a> {
     fn visit<M: Machine>(self) -> Self::Output {
         let Self { host, permit, entity } = self;
         async move {
-            let asked = Asked::new(permit, "timer", Utc::now() + TimeDelta::seconds(5)).urgently();
-            match host.ask::<M>(entity.id, M::tick(), asked).await {
-                // Parked entities are shown as such; shards that left are another's to wake.
-                Ok(_) | Err(AskError::Parked { .. } | AskError::NotOwner) => {}
-                Err(error) => tracing::info!(entity = %entity, "a due entity could not be woken: {error}"),
+            // What a deadline causes is followed by an id of its own.
+            let correlation_id = format!("timer-{}", Uuid::now_v7());
+            let span = error_span!("timer", correlation_id, resource_name = %entity);
+            let asked = Asked::new(permit, correlation_id, Utc::now() + TimeDelta::seconds(5)).urgently();
+            async {
+                match host.ask::<M>(entity.id, M::tick(), asked).await {
+                    // Parked entities are shown as such; shards that left are another's to wake.
+                    Ok(_) | Err(AskError::Parked { .. } | AskError::NotOwner) => {}
+                    Err(error) => tracing::info!("a due entity could not be woken: {error}"),
+                }
             }
+            .instrument(span)
+            .await;
         }
         .boxed()
     }
