@@ -7,6 +7,7 @@ mod faults;
 mod harness;
 mod input;
 mod main_job;
+mod observability;
 mod openapi;
 mod probe;
 mod release;

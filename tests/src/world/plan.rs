@@ -35,12 +35,13 @@ pub struct Plan {
     replicas: usize,
     policies: Vec<(String, Value)>,
     variables: Vec<(String, String)>,
+    roles: BTreeMap<usize, String>,
     binaries: Option<PathBuf>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), binaries: None }
+        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), roles: BTreeMap::new(), binaries: None }
     }
 }
 
@@ -59,6 +60,12 @@ impl Plan {
     /// A variable of every replica's environment.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// What one of the replicas does; the others do everything.
+    pub fn roles(mut self, replica: usize, roles: &str) -> Self {
+        self.roles.insert(replica, roles.to_owned());
         self
     }
 
@@ -117,12 +124,14 @@ impl Plan {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
+            stats_token: hex::encode(rand::random::<[u8; 32]>()).into(),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).map(|(name, listens)| {
+        let starting = names.iter().zip(listens).enumerate().map(|(index, (name, listens))| {
             let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let settings = &settings;
-            async move { Replica::start(name, settings, url?, listens).await }
+            let mut settings = settings.clone();
+            settings.variables.extend(self.roles.get(&index).map(|roles| ("SVC_ROLES".to_owned(), roles.clone())));
+            async move { Replica::start(name, &settings, url?, listens).await }
         });
         let replicas = try_join_all(starting).await?;
 
@@ -141,6 +150,7 @@ impl Plan {
             Ok(Client::new(ca, &settings.public_url, Some(token.expose_secret().to_owned())))
         };
         let (admin, user, other_user) = (caller("admin")?, caller("user")?, caller("user2")?);
+        secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -158,6 +168,7 @@ impl Plan {
             user,
             other_user,
             agent_settings,
+            stats_token: settings.stats_token.expose_secret().to_owned(),
             logs,
             declared: Declared::default(),
             secrets,
