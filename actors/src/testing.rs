@@ -133,6 +133,7 @@ pub(crate) fn user(user_id: &str, roles: &[Role]) -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        service_account: None,
     })
 }
 
@@ -304,11 +305,12 @@ pub(crate) struct Clockwork {
     began: Instant,
     policy: Arc<PolicyBook>,
     seed: Mutex<u128>,
+    pub(crate) lease_is_over: Mutex<bool>,
 }
 
 impl Clockwork {
     pub(crate) fn new() -> Self {
-        Self { began: Instant::now(), policy: Arc::default(), seed: Mutex::new(1) }
+        Self { began: Instant::now(), policy: Arc::default(), seed: Mutex::new(1), lease_is_over: Mutex::new(false) }
     }
 }
 
@@ -325,6 +327,10 @@ impl World for Clockwork {
 
     fn policy(&self) -> Arc<PolicyBook> {
         Arc::clone(&self.policy)
+    }
+
+    fn may_answer_from_memory(&self) -> bool {
+        !*self.lease_is_over.lock().unwrap()
     }
 }
 

@@ -10,7 +10,7 @@ mod shard;
 mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
-pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, StateCount};
+pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, StateCount};
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -14,6 +14,9 @@ const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
 /// Whose line it is where no request, worker or entity says so.
 const SERVICE: &str = "control-plane";
 
+/// Calls it an error when a server closes a connection that was just begun. The bus says what there is to say of a lost connection.
+const NOISE: &str = "async_nats::connector=off";
+
 /// Starts logging for this process. `RUST_LOG` narrows or widens it. Answers what exports the spans, where that is configured.
 ///
 /// # Errors
@@ -21,6 +24,7 @@ const SERVICE: &str = "control-plane";
 pub fn start() -> anyhow::Result<Option<Traces>> {
     let environment = |name: &str| std::env::var(name).ok();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
+    let filter = filter.add_directive(NOISE.parse()?);
     let lines = Lines::new(std::io::stderr, SERVICE, &host_fields(environment)?);
     let (collecting, traces) = traces::configured(environment)?.unzip();
     tracing_subscriber::registry().with(filter).with(lines).with(collecting).try_init()?;

@@ -22,9 +22,9 @@ use anyhow::Context;
 use arc_swap::ArcSwap;
 use domain::event::Stream;
 use domain::{Effect, MemberId};
-use edge::api::InternalToken;
+use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
-use edge::auth::{Authenticator, TokenRules};
+use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::polls::Polls;
@@ -41,7 +41,6 @@ use persistence::pool::PoolConfig;
 use persistence::{Cluster, Committer, CommitterConfig, Outbox, OutboxRow, Reads, Secrets, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
-use secrecy::ExposeSecret as _;
 use serde_json::json;
 use sqlx::PgPool;
 use std::collections::BTreeMap;
@@ -189,21 +188,21 @@ impl Process {
         let secrets = Secrets::new(self.pool.clone(), Arc::clone(&ring));
         let api_ca = read_text(&config.tls_ca).await?;
         let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca, ring).await?;
-        let jwks = Jwks::new(JwksSettings::new(config.oidc_issuer.clone()))?;
-        let rules = TokenRules::new(config.oidc_issuer.clone(), config.oidc_audience.clone());
+        let authenticator = authenticator(config, &secrets, self.reads.clone()).await?;
         let targets = ProbeTargets { allowed: config.probe_allowed.clone() };
         Ok(Services::new(Parts {
             directory: self.directory.clone(),
             reads: self.reads.clone(),
             world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
             runtime: Arc::new(Reported(Arc::clone(&self.operations))),
-            authenticator: Arc::new(Authenticator::new(rules, jwks)),
+            authenticator: Arc::new(authenticator),
+            jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
             connections: self.connections.clone(),
             figures: Figures::register(&self.registry)?,
             sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
-            stats_token: config.stats_token.as_ref().map(|token| InternalToken::new(token.expose_secret())),
+            stats_token: config.stats_token.clone(),
             trust,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
@@ -266,6 +265,11 @@ impl Process {
             work(&nudges, |(bus, polls, connections)| async move {
                 bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
             }),
+        );
+        let keys = (self.bus.clone(), services.authenticator.jwks().clone());
+        works.insert(
+            "provider-keys",
+            work(&keys, |(bus, jwks)| async move { bus.on_provider_keys_changed(|| refresh_keys(&jwks)).await }),
         );
         works.extend(self.listeners(services).await?);
         Ok(works)
@@ -424,6 +428,12 @@ fn act(nudge: Nudge, polls: &Polls, connections: &Connections) {
     }
 }
 
+/// One that fails is logged where it fails; the member that was asked says so to whoever asked.
+fn refresh_keys(jwks: &Jwks) {
+    let jwks = jwks.clone();
+    tokio::spawn(async move { jwks.refresh().await });
+}
+
 /// A worker's work over something shared, as often as it is started.
 fn work<T, F>(shared: &T, run: impl Fn(T) -> F + Send + Sync + 'static) -> Work
 where
@@ -459,6 +469,20 @@ async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
     persistence::sweep::make_partitions(&pool, 2).await?;
     Ok(pool)
+}
+
+/// Who believes the identity provider's tokens, and those that this cluster signs for service accounts.
+async fn authenticator(config: &Config, secrets: &Secrets, reads: Reads) -> anyhow::Result<Authenticator> {
+    let identity = &config.identity;
+    let authorities_pem = match &identity.ca {
+        Some(path) => Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?),
+        None => None,
+    };
+    let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(identity.rules.issuer.clone()) })
+        .context("the identity provider of SVC_OIDC_ISSUER cannot be used")?;
+    let signer = trust::service_token_signer(secrets).await?;
+    let service_tokens = ServiceTokens::new(config.public_url.clone(), signer, reads);
+    Ok(Authenticator::new(identity.rules.clone(), jwks).issuing(service_tokens))
 }
 
 async fn bind(address: SocketAddr) -> anyhow::Result<std::net::TcpListener> {

@@ -67,6 +67,7 @@ pub const TREE: &[Row] = &[
     row("operations", "edge", EVERY, ALWAYS, "figures, health and stats for operators, in clear"),
     row("public-api", "edge", &[Role::Api], ALWAYS, "HTTPS for users and administrators"),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
+    row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
     row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
 ];
 

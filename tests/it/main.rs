@@ -4,6 +4,7 @@
 mod cluster;
 mod enrollment;
 mod faults;
+mod foreign_provider;
 mod harness;
 mod input;
 mod main_job;
@@ -11,5 +12,6 @@ mod observability;
 mod openapi;
 mod probe;
 mod release;
+mod service_accounts;
 mod tasks;
 mod tidy;

@@ -1,7 +1,7 @@
 //! Who may ask what. Only [`authorize`] makes a [`Permit`], and no command can be asked without one. The rules stand in one
 //! table, so that they can be reviewed as text.
 
-use crate::id::NodeId;
+use crate::id::{NodeId, ServiceAccountId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -23,6 +23,9 @@ pub struct Caller {
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
+    /// The service account that acts for the user, where it is not the user who asks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service_account: Option<ServiceAccountId>,
 }
 
 /// Who asks.
@@ -54,10 +57,11 @@ impl Principal {
     }
 }
 
-/// As the audit log names an actor: `user:…`, `node:…`, `system:…`.
+/// As the audit log names an actor: `user:…`, `service-account:…`, `node:…`, `system:…`.
 impl fmt::Display for Principal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Caller(Caller { service_account: Some(id), .. }) => write!(f, "service-account:{id}"),
             Self::Caller(caller) => write!(f, "user:{}", caller.user_id),
             Self::Node(id) => write!(f, "node:{id}"),
             Self::System(name) => write!(f, "system:{name}"),
@@ -83,6 +87,9 @@ pub enum Action {
     Release,
     /// Keep one's own SSH keys.
     KeepKeys,
+    /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
+    /// makes and changes none. The machine checks whose it is.
+    KeepServiceAccounts,
     /// What a node's agent says and asks, of its own node alone. The machine checks which.
     SpeakForNode,
     /// What the control plane's workers tell the machines.
@@ -90,7 +97,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::OperateRuntime,
@@ -98,6 +105,7 @@ impl Action {
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
+        Self::KeepServiceAccounts,
         Self::SpeakForNode,
         Self::Advance,
     ];
@@ -107,6 +115,7 @@ impl Action {
         match self {
             Self::ManageNodes | Self::ManageSkus | Self::OperateRuntime | Self::RescueAllocations => Rule::Admin,
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
+            Self::KeepServiceAccounts => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }
@@ -116,6 +125,8 @@ impl Action {
 enum Rule {
     Admin,
     AnyRole,
+    /// Any role, and no service account: what a person answers for with their own log-in.
+    Person,
     Node,
     System,
 }
@@ -147,8 +158,9 @@ pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, Denied
     let allowed = match (action.rule(), principal) {
         (Rule::Admin, who) => who.is_admin(),
         (Rule::AnyRole, Principal::Caller(caller)) => !caller.roles.is_empty(),
+        (Rule::Person, Principal::Caller(caller)) => !caller.roles.is_empty() && caller.service_account.is_none(),
         (Rule::Node, Principal::Node(_)) | (Rule::System, Principal::System(_)) => true,
-        (Rule::AnyRole | Rule::Node | Rule::System, _) => false,
+        (Rule::AnyRole | Rule::Person | Rule::Node | Rule::System, _) => false,
     };
     if allowed {
         Ok(Permit { principal: principal.clone(), action })
@@ -178,7 +190,21 @@ mod tests {
             org_id: None,
             project_id: None,
             plan: None,
+            service_account: None,
         })
+    }
+
+    fn account(roles: &[Role]) -> Principal {
+        let Principal::Caller(owner) = caller(roles) else { unreachable!() };
+        let service_account = Some(ServiceAccountId(uuid::Uuid::nil()));
+        Principal::Caller(Caller { service_account, ..owner })
+    }
+
+    #[test]
+    fn a_service_account_acts_under_its_own_name_for_its_owner() {
+        let account = account(&[Role::User]);
+        assert_eq!(account.to_string(), "service-account:00000000-0000-0000-0000-000000000000");
+        assert!(account.is_user("u"));
     }
 
     #[test]
@@ -187,6 +213,8 @@ mod tests {
             ("nobody", caller(&[])),
             ("user", caller(&[Role::User])),
             ("admin", caller(&[Role::Admin])),
+            ("user's account", account(&[Role::User])),
+            ("admin's account", account(&[Role::Admin])),
             ("node", Principal::Node(NodeId(uuid::Uuid::nil()))),
             ("system", Principal::system("x")),
         ];
@@ -197,13 +225,14 @@ mod tests {
             writeln!(table, "{action:?}: {}", allowed.join(", ")).unwrap();
         }
         insta::assert_snapshot!(table, @r"
-        ManageNodes: admin
-        ManageSkus: admin
-        OperateRuntime: admin
-        RescueAllocations: admin
-        Rent: user, admin
-        Release: user, admin
-        KeepKeys: user, admin
+        ManageNodes: admin, admin's account
+        ManageSkus: admin, admin's account
+        OperateRuntime: admin, admin's account
+        RescueAllocations: admin, admin's account
+        Rent: user, admin, user's account, admin's account
+        Release: user, admin, user's account, admin's account
+        KeepKeys: user, admin, user's account, admin's account
+        KeepServiceAccounts: user, admin
         SpeakForNode: node
         Advance: system
         ");

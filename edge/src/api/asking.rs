@@ -13,7 +13,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use crate::answer::{Explain, not_answered};
-use crate::auth::{ADMIN, Caller};
+use crate::auth::{ADMIN, Acting, Caller};
 use crate::correlation::Scope;
 use crate::error::ApiError;
 use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
@@ -34,6 +34,8 @@ pub(crate) struct ByAdmin(pub(crate) Asking);
 pub(crate) struct Asking {
     pub(crate) caller: authz::Caller,
     pub(crate) token_expires_at: DateTime<Utc>,
+    /// The service account that asks, where it is one.
+    pub(crate) acting: Option<Acting>,
     services: Services,
     scope: Scope,
     line: RequestLine,
@@ -80,6 +82,7 @@ fn known(caller: Caller) -> authz::Caller {
         org_id: caller.org_id,
         project_id: caller.project_id,
         plan: caller.plan,
+        service_account: caller.acting.map(|acting| acting.account),
     }
 }
 
@@ -93,6 +96,7 @@ impl Asking {
         };
         Ok(Self {
             token_expires_at: caller.token_expires_at,
+            acting: caller.acting,
             key: if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None },
             caller: known(caller),
             services: services.clone(),
@@ -133,6 +137,11 @@ impl Asking {
     /// The id of what this request creates. A repetition makes another one in the same shard, where it meets the first.
     pub(crate) fn id_of_new(&self) -> Uuid {
         id_created_by(self.command_id(), self.services.world.now())
+    }
+
+    /// True where a request of this key was carried out before: what it was to make is there.
+    pub(crate) async fn is_repetition(&self) -> Result<bool, ApiError> {
+        Ok(self.key.is_some() && self.services.reads.command(self.command_id()).await?.is_some())
     }
 
     /// Asks `command` of an entity, once however often the request comes. `body` is what the request said.
@@ -184,7 +193,11 @@ impl Asking {
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         self.scope.record_resource(format_args!("{}/{id}", M::KIND));
         let permit = authorize(&self.principal(), command.action()).map_err(|denied| {
-            ApiError::forbidden("Your role does not allow this; ask an administrator.").because(denied)
+            let message = match self.acting {
+                Some(_) => "A service account may not do this; log in as a person who may.",
+                None => "Your role does not allow this; ask an administrator.",
+            };
+            ApiError::forbidden(message).because(denied)
         })?;
         let deadline = self.services.world.now() + ASK_WITHIN;
         let asked = once(self.scope.asked(&permit, deadline));

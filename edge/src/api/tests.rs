@@ -7,6 +7,7 @@ mod inputs;
 mod nodes;
 mod people;
 mod repetitions;
+mod service_accounts;
 mod skus;
 mod ssh_keys;
 mod world;

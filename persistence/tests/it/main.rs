@@ -5,6 +5,7 @@
 mod cluster;
 mod commits;
 mod faults;
+mod inspect;
 mod model;
 mod postgres;
 mod reads;

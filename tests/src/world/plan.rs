@@ -1,7 +1,9 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::line::Line;
 use super::{Declared, GPUS, World, simulated};
+use anyhow::Context as _;
 use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -35,13 +37,14 @@ pub struct Plan {
     replicas: usize,
     policies: Vec<(String, Value)>,
     variables: Vec<(String, String)>,
-    roles: BTreeMap<usize, String>,
+    /// Of one replica, by its index.
+    own_variables: Vec<(usize, String, String)>,
     binaries: Option<PathBuf>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), roles: BTreeMap::new(), binaries: None }
+        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), own_variables: Vec::new(), binaries: None }
     }
 }
 
@@ -63,9 +66,9 @@ impl Plan {
         self
     }
 
-    /// What one of the replicas does; the others do everything.
-    pub fn roles(mut self, replica: usize, roles: &str) -> Self {
-        self.roles.insert(replica, roles.to_owned());
+    /// A variable of one replica's environment.
+    pub fn variable_of(mut self, replica: usize, name: &str, value: &str) -> Self {
+        self.own_variables.push((replica, name.to_owned(), value.to_owned()));
         self
     }
 
@@ -124,15 +127,18 @@ impl Plan {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
-            stats_token: hex::encode(rand::random::<[u8; 32]>()).into(),
+            stats_token: files::random_hex(32).into(),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).enumerate().map(|(index, (name, listens))| {
-            let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let mut settings = settings.clone();
-            settings.variables.extend(self.roles.get(&index).map(|roles| ("SVC_ROLES".to_owned(), roles.clone())));
-            async move { Replica::start(name, &settings, url?, listens).await }
-        });
+        let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
+        let starting =
+            names.iter().zip(listens).zip(&nats_lines).enumerate().map(|(index, ((name, listens), line))| {
+                let url = nats.url_by_way_of(name, line.address());
+                let mut settings = settings.clone();
+                let own = self.own_variables.iter().filter(|(replica, ..)| *replica == index);
+                settings.variables.extend(own.map(|(_, name, value)| (name.clone(), value.clone())));
+                async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
+            });
         let replicas = try_join_all(starting).await?;
 
         let agent_settings = AgentSettings {
@@ -157,6 +163,7 @@ impl Plan {
         Ok(World {
             agents: BTreeMap::new(),
             replicas,
+            nats_lines,
             public,
             node_balancer,
             identity,
