@@ -218,3 +218,61 @@ impl EventFigures {
         counters
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use domain::commit::Epoch;
+    use domain::machine::Keys;
+    use domain::{AllocationId, EntityRef, EventId, Shard, Timestamp};
+    use uuid::Uuid;
+
+    fn commit(reasons: &[&str]) -> Commit {
+        let allocation_id = AllocationId(Uuid::nil());
+        let failed = |reason: &&str| {
+            let reason = (*reason).to_owned();
+            (EventId(Uuid::nil()), Event::ProvisioningFailed { allocation_id, node_id: None, reason })
+        };
+        Commit {
+            entity: EntityRef { kind: Kind::Allocation, id: Uuid::nil() },
+            shard: Shard(0),
+            epoch: Epoch(1),
+            expected_version: 1,
+            snapshot: String::new(),
+            from_state: None,
+            to_state: "releasing",
+            keys: Keys::default(),
+            timer: None,
+            at: Timestamp::UNIX_EPOCH,
+            command_name: "tick",
+            why: String::new(),
+            actor: String::new(),
+            correlation_id: String::new(),
+            traceparent: None,
+            tracestate: None,
+            audit: Vec::new(),
+            outbox: reasons.iter().map(failed).collect(),
+            command: None,
+        }
+    }
+
+    #[test]
+    fn a_provisioning_that_fails_is_counted_and_one_that_takes_too_long_as_such() {
+        let figures = EventFigures::register(&Registry::new()).unwrap();
+        for reasons in [&["simulated_failure"][..], &["provisioning_timeout"], &[]] {
+            figures.of(&commit(reasons)).iter().for_each(IntCounter::inc);
+        }
+        assert_eq!((figures.failures.get(), figures.timeouts.get()), (2, 1));
+        assert_eq!(figures.committed.with_label_values(&["provisioning.failed"]).get(), 2);
+    }
+
+    #[test]
+    fn failures_are_counted_once_however_often_the_page_is_read() {
+        let figures = ProcessFigures::register(&Registry::new(), "m", "all").unwrap();
+        for failures_total in [2, 2, 3] {
+            let _ = figures.page(Moment { lives: Lives { failures_total, ..Lives::default() }, ..Moment::default() });
+        }
+        assert_eq!(figures.failures.get(), 3);
+    }
+}

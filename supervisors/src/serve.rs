@@ -361,7 +361,7 @@ impl Process {
     }
 }
 
-/// For operators, on an address that they keep to themselves. It is answered to the last moment.
+/// For operators, on an address that they keep to themselves. It says that the process is stopping until the last connection is closed.
 async fn serve_in_clear(at: &std::net::TcpListener, router: axum::Router) -> anyhow::Result<()> {
     let listener = TcpListener::from_std(at.try_clone()?)?;
     axum::serve(listener, router).await?;

@@ -107,6 +107,7 @@ impl NodeApi {
                     resource_name = format!("allocation/{allocation_id}"),
                     correlation_id,
                     trace_id = trace.map(|trace| field::display(trace.trace_id())),
+                    span_id = trace.map(|trace| field::display(trace.span_id())),
                     "task handed to the node's agent"
                 );
                 if !again && attempt == 1 && matches!(order.what, What::Provision { .. }) {

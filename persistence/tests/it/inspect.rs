@@ -25,9 +25,15 @@ async fn entities_are_inspected_with_their_record_and_their_end_page_by_page_in_
     let page = inspection.entities(Kind::Sku, &mine, None, 2).await.unwrap();
     let rest = inspection.entities(Kind::Sku, &mine, page.next, 2).await.unwrap();
     let seen: Vec<_> = page.items.iter().chain(&rest.items).collect();
-    assert_eq!(seen.iter().map(|row| row.entity).collect::<Vec<_>>(), made[..3].iter().map(|it| it.entity).collect::<Vec<_>>());
+    assert_eq!(
+        seen.iter().map(|row| row.entity).collect::<Vec<_>>(),
+        made[..3].iter().map(|it| it.entity).collect::<Vec<_>>()
+    );
     assert_eq!(rest.next, None);
-    assert_eq!((seen[0].version, seen[0].recorded.as_slice(), seen[0].deadline_is_indexed), (2, [1, 2].as_slice(), true));
+    assert_eq!(
+        (seen[0].version, seen[0].recorded.as_slice(), seen[0].deadline_is_indexed),
+        (2, [1, 2].as_slice(), true)
+    );
     assert_eq!((seen[1].version, seen[1].recorded.as_slice(), seen[1].deadline_is_indexed), (1, [1].as_slice(), false));
 
     // What happens meanwhile is of another instant.
@@ -49,7 +55,11 @@ async fn what_waits_is_counted_in_the_shards_that_are_asked_for() {
     let world = World::new().await;
     let made = [ending(1, -5), ending(2, 600), ending(3, 600)];
     world.commit_all(&made).await;
-    world.pool().execute("UPDATE outbox SET written_at = written_at - interval '1 minute' WHERE shard = 3").await.unwrap();
+    world
+        .pool()
+        .execute("UPDATE outbox SET written_at = written_at - interval '1 minute' WHERE shard = 3")
+        .await
+        .unwrap();
     world
         .pool()
         .execute(
