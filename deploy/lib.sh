@@ -177,6 +177,4 @@ ensure_foreign_provider() {
         rm -rf "$to"
         mv "$to.new" "$to"
     fi
-    # Beside the modules that it imports, and as it stands in the checkout.
-    cp "$from/server.mjs" "$to/server.mjs"
 }

@@ -2,12 +2,14 @@
 
 use crate::ask::{Answer, AskError};
 use crate::host::{Exit, Facts, Host, Memory, Slot};
-use crate::ports::Term;
-use crate::shell::{Ask, Input, Now, Output, Shell};
-use domain::{Commit, EntityRef, Machine};
+use crate::ports::{StoreError, Term};
+use crate::shell::{Ask, Input, Now, Output, Shell, words_of};
+use domain::{Commit, EntityRef, Machine, Outcome};
+use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use telemetry::Trace;
 use tokio::sync::oneshot;
@@ -110,18 +112,22 @@ impl<M: Machine> Hosted<M> {
             match output {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
-                    tell_later(myself, Span::current(), async move { Input::Loaded(host.store().load(entity).await) });
+                    let broke = |reason| Input::Loaded(Err(StoreError { reason }));
+                    let loading = async move { Input::Loaded(host.store().load(entity).await) };
+                    tell_later(myself, Span::current(), loading, broke);
                 }
                 Output::Commit(commit) => {
                     let (host, span) = (Arc::clone(&self.host), self.span_under_way());
-                    let committing = commit_span(&span, &commit);
-                    tell_later(myself, span, async move {
-                        Input::Committed(host.store().commit(*commit).instrument(committing).await)
-                    });
+                    let broke = |reason| Input::Committed(Outcome::Unknown { reason });
+                    let shown = commit_span(&span, &commit);
+                    let committing = async move { Input::Committed(host.store().commit(*commit).await) };
+                    tell_later(myself, span, committing.instrument(shown), broke);
                 }
                 Output::LookUp(id) => {
                     let (host, span) = (Arc::clone(&self.host), self.span_under_way());
-                    tell_later(myself, span, async move { Input::Looked(host.store().command(id).await) });
+                    let broke = |reason| Input::Looked(Err(StoreError { reason }));
+                    let looking = async move { Input::Looked(host.store().command(id).await) };
+                    tell_later(myself, span, looking, broke);
                 }
                 Output::Reply(token, answer) => {
                     let answer = self.if_it_may_be_true(answer);
@@ -184,15 +190,20 @@ fn commit_span(above: &Span, commit: &Commit) -> Span {
     }
 }
 
-/// Runs `work` beside the mailbox and puts what came of it into the mailbox, which then handles it in `span`.
+/// Runs `work` beside the mailbox, in `span`, and puts what came of it into the mailbox, which handles it there too. Where it breaks,
+/// `broke` says what that means: the entity must not wait for it for ever.
 fn tell_later<M: Machine>(
     myself: &ActorRef<Message<M>>,
     span: Span,
     work: impl Future<Output = Input<M>> + Send + 'static,
+    broke: impl FnOnce(String) -> Input<M> + Send + 'static,
 ) {
     let myself = myself.clone();
     let telling = async move {
-        let input = work.await;
+        let input = match AssertUnwindSafe(work).catch_unwind().await {
+            Ok(input) => input,
+            Err(panic) => broke(format!("the store panicked: {}", words_of(&*panic))),
+        };
         // An actor that is gone has answered its waiters already.
         let _ = myself.cast(Message::Tell(Box::new(input)));
     };

@@ -446,7 +446,7 @@ fn timer_of<M: Machine>(entity: &M) -> Option<Timer> {
 }
 
 /// What a panic said.
-fn words_of(panic: &(dyn Any + Send)) -> &str {
+pub(crate) fn words_of(panic: &(dyn Any + Send)) -> &str {
     match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
         (Some(words), _) => words,
         (None, Some(words)) => words,

@@ -43,7 +43,7 @@ pub struct Ownership {
 /// The cluster's books.
 #[derive(Clone, Debug)]
 pub struct Cluster {
-    pool: PgPool,
+    pub(crate) pool: PgPool,
 }
 
 impl Cluster {

@@ -15,6 +15,7 @@ pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
+use crate::pool::Kept;
 use sqlx::PgPool;
 
 /// The most rows of one page.
@@ -24,12 +25,13 @@ pub const PAGE_MAX: u32 = 1000;
 #[derive(Clone, Debug)]
 pub struct Reads {
     pool: PgPool,
+    kept: Kept,
 }
 
 impl Reads {
     #[must_use]
-    pub const fn new(pool: PgPool) -> Self {
-        Self { pool }
+    pub fn new(pool: PgPool) -> Self {
+        Self { kept: Kept::like(&pool), pool }
     }
 }
 

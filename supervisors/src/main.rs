@@ -28,6 +28,9 @@ enum Command {
     },
     /// Starts a whole environment on this machine and runs the main job in it.
     Dev(DevArgs),
+    /// To be run once on a database that was restored from a backup, while no member runs: what it has forgotten must not be taken for
+    /// something new. Frees every shard and lifts every epoch.
+    BeginIncarnation,
     /// Shows the supervision tree of the running cluster.
     Tree(TreeArgs),
 }
@@ -56,6 +59,11 @@ async fn run(arguments: Arguments) -> anyhow::Result<()> {
             serve::serve(config, traces).await
         }
         Command::Dev(args) => dev::run(args).await,
+        Command::BeginIncarnation => {
+            let incarnation = serve::begin_incarnation().await?;
+            use std::io::Write;
+            Ok(writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?)
+        }
         Command::Tree(args) => tree_command::run(args).await,
     }
 }

@@ -103,6 +103,20 @@ pub async fn serve(config: Config, traces: Option<Traces>) -> anyhow::Result<()>
     Ok(())
 }
 
+/// Begins an incarnation of the cluster on a restored database.
+///
+/// # Errors
+/// Where the database cannot be reached, or a member still lives.
+pub async fn begin_incarnation() -> anyhow::Result<i64> {
+    let pool = open_database(&Config::from_environment()?).await?;
+    let cluster = Cluster::new(pool);
+    let living = cluster.living(crate::cluster::SILENCE).await?;
+    if let Some(heard) = living.first() {
+        anyhow::bail!("{} still runs; stop every member first", heard.member.name);
+    }
+    Ok(cluster.begin_incarnation().await?)
+}
+
 impl Process {
     async fn start(config: Config, traces: Option<Traces>) -> anyhow::Result<Self> {
         let registry = Registry::new();
@@ -121,12 +135,18 @@ impl Process {
         let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
         let look = Arc::new(Notify::new());
         let told = EventFigures::register(&registry)?;
-        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look), told };
+        // Of its own, so that a busy pool never makes a living member look dead.
+        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
+        let store = Durable {
+            committer: committer.clone(),
+            reads: reads.clone(),
+            fenced: Arc::clone(&look),
+            cluster: cluster.clone(),
+            told,
+        };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
-        // Of its own, so that a busy pool never makes a living member look dead.
-        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
         let supervisor = Supervisor::start().await?;
         let takes_shards = config.roles.contains(&Role::Entities);
         let owner = Owner::new(
@@ -144,11 +164,11 @@ impl Process {
             bus: bus.clone(),
             host: Arc::clone(&host),
             supervisor: supervisor.clone(),
+            committer: committer.clone(),
             reads: reads.clone(),
             cluster,
             figures: Arc::new(ProcessFigures::register(&registry, &config.member_name, &roles(&config))?),
             pool: pool.clone(),
-            committer: committer.clone(),
             polls: polls.clone(),
             connections: connections.clone(),
         };

@@ -71,6 +71,9 @@ pub const TREE: &[Row] = &[
     row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
 ];
 
+/// Rows without which a process serves on for a good while.
+pub const BESIDE: &[&str] = &["rest", "sweep"];
+
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
 pub const SHUTDOWN: &[&str] =

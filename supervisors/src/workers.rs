@@ -3,6 +3,7 @@
 pub mod auditor;
 pub mod figures;
 pub mod housekeeping;
+pub mod pace;
 pub mod provisioning;
 pub mod reactor;
 pub mod relay;

@@ -2,6 +2,7 @@
 
 use crate::cluster::View;
 use crate::figures::EventFigures;
+use actors::place::shard_of;
 use actors::ports::{Store, StoreError, World};
 use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
@@ -10,7 +11,7 @@ use domain::policy::PolicyBook;
 use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::{Committer, Reads};
+use persistence::{Cluster, Committer, Reads};
 use prometheus::IntCounter;
 use std::sync::Arc;
 use tokio::sync::Notify;
@@ -60,6 +61,8 @@ pub struct Durable {
     /// Told when a commit found that its shard is another's: the books should be read now.
     pub fenced: Arc<Notify>,
     pub told: EventFigures,
+    /// Keeps what is parked.
+    pub cluster: Cluster,
 }
 
 impl Store for Durable {
@@ -87,6 +90,10 @@ impl Store for Durable {
 
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
         async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+    }
+
+    fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(unreadable) }.boxed()
     }
 }
 

@@ -146,9 +146,11 @@ async fn due_deadlines_come_by_shard_and_longest_due_first() {
     ];
     world.commit_all(&commits).await;
     let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
-    let due = world.reads().due(&shards, now, 10).await.unwrap();
+    let due = world.reads().due(&shards, now, &[], 10).await.unwrap();
     assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
-    assert_eq!(world.reads().due(&shards, now, 1).await.unwrap().len(), 1);
+    assert_eq!(world.reads().due(&shards, now, &[], 1).await.unwrap().len(), 1);
+    let without = world.reads().due(&shards, now, &[commits[1].entity.id], 1).await.unwrap();
+    assert_eq!(without[0].reason, "reason 1", "what is passed over takes nobody's place");
     let overdue = world.reads().overdue(now, 1).await.unwrap();
     assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));
     assert_eq!(world.reads().overdue(now - chrono::TimeDelta::hours(1), 1).await.unwrap().count, 0);
@@ -167,13 +169,15 @@ async fn orphans_come_in_the_order_of_commits_and_unreadable_ones_are_passed_ove
         .await
         .unwrap();
     let shards = [Shard(0), Shard(1)];
-    let orphans = world.reads().orphans(&shards, Duration::ZERO, 100).await.unwrap();
+    let orphans = world.reads().orphans(&shards, Duration::ZERO, &[], 100).await.unwrap();
     assert_eq!(
         orphans.iter().map(|row| row.id).collect::<Vec<_>>(),
         commit.outbox.iter().map(|(id, _)| *id).collect::<Vec<_>>()
     );
-    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, 2).await.unwrap().len(), 2);
-    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), 100).await.unwrap().len(), 0);
+    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, &[], 2).await.unwrap().len(), 2);
+    let without = world.reads().orphans(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap();
+    assert_eq!(without, orphans[1..3]);
+    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), &[], 100).await.unwrap().len(), 0);
 }
 
 #[tokio::test]

@@ -36,6 +36,7 @@ pub async fn read_policy(here: Arc<Here>, reads: Reads) -> anyhow::Result<()> {
 /// Never.
 pub async fn rest(host: Arc<Host>) -> anyhow::Result<()> {
     let mut turn = interval(Duration::from_secs(5));
+    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         turn.tick().await;
         host.rest();

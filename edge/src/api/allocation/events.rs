@@ -5,6 +5,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
+use domain::allocation::Allocation;
 use domain::{EntityRef, Kind};
 use futures::Stream;
 use persistence::read::HistoryRow;
@@ -145,6 +146,10 @@ impl Telling {
 
     /// What came after the last event: the changes of state, oldest first.
     async fn unseen(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
+        let remembered = self.services.directory.host().remembered::<Allocation>(self.id);
+        if remembered.is_some_and(|(_, version)| version <= self.after) {
+            return Ok(VecDeque::new());
+        }
         let (mut unseen, mut before, mut newest) = (VecDeque::new(), None, self.after);
         loop {
             let page = self.services.reads.history(self.id, before, ROWS_AT_ONCE).await?;
