@@ -3,13 +3,17 @@
 use crate::place::command_id;
 use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
 use serde::{Deserialize, Serialize};
+use telemetry::Trace;
 
 /// Everything about a command but the command: who asks, until when the answer is of use, and what makes it repeatable.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Asked {
     pub by: Principal,
     pub correlation_id: String,
+    /// The trace that it belongs to (W3C Trace Context).
     pub traceparent: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracestate: Option<String>,
     /// Checked again when the command is taken out of the mailbox: nobody waits for it after that.
     pub deadline: Timestamp,
     pub command: Option<CommandKey>,
@@ -25,6 +29,7 @@ impl Asked {
             by: permit.principal().clone(),
             correlation_id: correlation_id.into(),
             traceparent: None,
+            tracestate: None,
             deadline,
             command: None,
             urgent: false,
@@ -43,10 +48,18 @@ impl Asked {
         self
     }
 
+    /// As part of this trace; a state without a parent says nothing.
     #[must_use]
-    pub fn traced(mut self, traceparent: Option<String>) -> Self {
+    pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
+        self.tracestate = tracestate.filter(|_| traceparent.is_some());
         self.traceparent = traceparent;
         self
+    }
+
+    /// The span that asks, where it is in a trace.
+    #[must_use]
+    pub fn trace(&self) -> Option<Trace> {
+        self.traceparent.as_deref().and_then(Trace::parse)
     }
 }
 

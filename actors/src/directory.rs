@@ -18,6 +18,8 @@ use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
+use telemetry::Trace;
+use tracing::{Instrument as _, Span, error_span, field};
 use uuid::Uuid;
 
 /// The encoding between members. A member understands its own and the one before.
@@ -83,7 +85,7 @@ impl Directory {
             self.seeks_for.map_or(asked.deadline, |at_most| asked.deadline.min(self.host.world().now() + at_most));
         loop {
             let answer = if self.host.term(shard).is_some() {
-                self.host.ask::<M>(id, command.clone(), asked.clone()).await
+                self.ask_here::<M>(id, command.clone(), asked.clone()).await
             } else {
                 self.ask_elsewhere::<M>(shard, id, &command, &asked).await
             };
@@ -96,6 +98,17 @@ impl Directory {
                 }
                 answer => return answer,
             }
+        }
+    }
+
+    /// In the asker's span, with one of its own only where somebody looks at the trace.
+    async fn ask_here<M: Machine>(&self, id: Uuid, command: M::Command, mut asked: Asked) -> Answer<M> {
+        match asked.trace() {
+            Some(trace) if trace.is_sampled() => {
+                let span = span_of(EntityRef { kind: M::KIND, id }, command.name(), &mut asked);
+                self.host.ask::<M>(id, command, asked).instrument(span).await
+            }
+            Some(_) | None => self.host.ask::<M>(id, command, asked).await,
         }
     }
 
@@ -157,14 +170,32 @@ impl<'a> Visitor for Serve<'a> {
     type Output = BoxFuture<'a, Encoded>;
 
     fn visit<M: Machine>(self) -> Self::Output {
-        let Self { host, request } = self;
+        let Self { host, mut request } = self;
         async move {
-            let command = serde_json::from_value(request.command)
+            let command: M::Command = serde_json::from_value(request.command)
                 .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
-            encode::<M>(host.ask::<M>(request.entity.id, command, request.asked).await)
+            // The asker's own span is at another member: whatever is logged here belongs to this one.
+            let span = span_of(request.entity, command.name(), &mut request.asked);
+            encode::<M>(host.ask::<M>(request.entity.id, command, request.asked).instrument(span).await)
         }
         .boxed()
     }
+}
+
+/// The span in which an entity carries a command out; what the command causes belongs below it.
+fn span_of(entity: EntityRef, command: &'static str, asked: &mut Asked) -> Span {
+    let trace = asked.trace().map(Trace::child);
+    asked.traceparent = trace.map(Trace::traceparent);
+    error_span!(
+        "command",
+        service = "entities",
+        correlation_id = asked.correlation_id,
+        trace_id = trace.map(|trace| field::display(trace.trace_id())),
+        span_id = trace.map(|trace| field::display(trace.span_id())),
+        otel.parent = trace.and_then(Trace::parent_to_export),
+        resource_name = %entity,
+        command,
+    )
 }
 
 fn encode<M: Machine>(answer: Answer<M>) -> Encoded {

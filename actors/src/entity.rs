@@ -4,14 +4,16 @@ use crate::ask::{Answer, AskError};
 use crate::host::{Exit, Facts, Host, Memory, Slot};
 use crate::ports::{StoreError, Term};
 use crate::shell::{Ask, Input, Now, Output, Shell, words_of};
-use domain::{EntityRef, Machine, Outcome};
+use domain::{Commit, EntityRef, Machine, Outcome};
 use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use telemetry::Trace;
 use tokio::sync::oneshot;
+use tracing::{Instrument as _, Span, error_span};
 use uuid::Uuid;
 
 /// Hosts entities of machine `M`.
@@ -43,6 +45,8 @@ pub(crate) enum Message<M: Machine> {
 pub(crate) struct Waiter<M: Machine> {
     pub(crate) answer: oneshot::Sender<Answer<M>>,
     pub(crate) slot: Slot,
+    /// In whose scope the command is carried out, and what is logged of it stands.
+    pub(crate) span: Span,
 }
 
 pub(crate) struct Hosted<M: Machine> {
@@ -109,21 +113,25 @@ impl<M: Machine> Hosted<M> {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
                     let broke = |reason| Input::Loaded(Err(StoreError { reason }));
-                    tell_later(myself, async move { Input::Loaded(host.store().load(entity).await) }, broke);
+                    let loading = async move { Input::Loaded(host.store().load(entity).await) };
+                    tell_later(myself, Span::current(), loading, broke);
                 }
                 Output::Commit(commit) => {
-                    let host = Arc::clone(&self.host);
+                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
                     let broke = |reason| Input::Committed(Outcome::Unknown { reason });
-                    tell_later(myself, async move { Input::Committed(host.store().commit(*commit).await) }, broke);
+                    let shown = commit_span(&span, &commit);
+                    let committing = async move { Input::Committed(host.store().commit(*commit).await) };
+                    tell_later(myself, span, committing.instrument(shown), broke);
                 }
                 Output::LookUp(id) => {
-                    let host = Arc::clone(&self.host);
+                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
                     let broke = |reason| Input::Looked(Err(StoreError { reason }));
-                    tell_later(myself, async move { Input::Looked(host.store().command(id).await) }, broke);
+                    let looking = async move { Input::Looked(host.store().command(id).await) };
+                    tell_later(myself, span, looking, broke);
                 }
                 Output::Reply(token, answer) => {
                     let answer = self.if_it_may_be_true(answer);
-                    if let Some(Waiter { answer: asker, slot }) = self.waiters.remove(&token) {
+                    if let Some(Waiter { answer: asker, slot, span: _ }) = self.waiters.remove(&token) {
                         // The place first: whoever has the answer may ask the same again at once.
                         drop(slot);
                         // Who does not wait any more is not owed an answer.
@@ -136,6 +144,12 @@ impl<M: Machine> Hosted<M> {
                 Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
             }
         }
+    }
+
+    /// The scope of the command that is being committed or looked up.
+    fn span_under_way(&self) -> Span {
+        let waiter = self.shell.under_way().and_then(|token| self.waiters.get(&token));
+        waiter.map_or_else(Span::none, |waiter| waiter.span.clone())
     }
 
     /// What was committed is true. What was only remembered, and a refusal decided from it, is so while the lease lasts.
@@ -158,20 +172,40 @@ impl<M: Machine> Hosted<M> {
     }
 }
 
-/// Runs `work` beside the mailbox and puts what came of it into the mailbox. Where it breaks, `broke` says what that means: the entity
-/// must not wait for it for ever.
+/// The time that a commit takes, for those who look at the trace.
+fn commit_span(above: &Span, commit: &Commit) -> Span {
+    match commit.traceparent.as_deref().and_then(Trace::parse) {
+        Some(trace) if trace.is_sampled() => {
+            let trace = trace.child();
+            error_span!(
+                parent: above,
+                "commit",
+                trace_id = %trace.trace_id(),
+                span_id = %trace.span_id(),
+                otel.parent = trace.parent_to_export(),
+                to_state = commit.to_state,
+            )
+        }
+        Some(_) | None => Span::none(),
+    }
+}
+
+/// Runs `work` beside the mailbox, in `span`, and puts what came of it into the mailbox, which handles it there too. Where it breaks,
+/// `broke` says what that means: the entity must not wait for it for ever.
 fn tell_later<M: Machine>(
     myself: &ActorRef<Message<M>>,
+    span: Span,
     work: impl Future<Output = Input<M>> + Send + 'static,
     broke: impl FnOnce(String) -> Input<M> + Send + 'static,
 ) {
     let myself = myself.clone();
-    tokio::spawn(async move {
+    let telling = async move {
         let input = match AssertUnwindSafe(work).catch_unwind().await {
             Ok(input) => input,
             Err(panic) => broke(format!("the store panicked: {}", words_of(&*panic))),
         };
         // An actor that is gone has answered its waiters already.
         let _ = myself.cast(Message::Tell(Box::new(input)));
-    });
+    };
+    tokio::spawn(telling.instrument(span));
 }

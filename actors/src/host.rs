@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+use tracing::Span;
 use uuid::Uuid;
 
 /// Bounds and rules of the host.
@@ -209,6 +210,19 @@ pub struct ShardRow {
     pub since: Timestamp,
     pub closing: bool,
     pub mailbox_depth: usize,
+}
+
+/// What lives here, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    pub shards: usize,
+    pub awake: usize,
+    pub parked: usize,
+    /// Entities that failed lately and are awake again or may be soon.
+    pub backing_off: usize,
+    /// Commands that wait in front of entities.
+    pub mailbox_depth: usize,
+    pub failures_total: u64,
 }
 
 /// A place in the bounds in front of a shard and an entity of it, and in the set of commands that are under way. Free again on
@@ -411,7 +425,7 @@ impl Host {
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         let ask = Box::new(Ask { token, command, asked });
-        if mailbox.cast(Message::Ask(ask, Waiter { answer, slot })).is_err() {
+        if mailbox.cast(Message::Ask(ask, Waiter { answer, slot, span: Span::current() })).is_err() {
             self.forget_if_gone(entity, &mailbox);
             return Err(AskError::NotOwner);
         }
@@ -521,16 +535,16 @@ impl Host {
         failures.last_at = Some(self.world.now());
         failures.last_error.clone_from(&reason);
         if park || failures.recent.len() >= self.config.intensity {
-            tracing::error!(entity.kind = %entity.kind, entity.id = %entity.id, error = %reason, "{entity} is parked");
+            tracing::error!(resource_name = %entity, error_code = "entity_parked", error = %reason, "{entity} is parked");
             failures.parked = Some(reason.clone());
             let store = Arc::clone(&self.store);
             tokio::spawn(async move {
                 if let Err(error) = store.park(entity, reason).await {
-                    tracing::warn!(%entity, %error, "that the entity is parked is known here alone");
+                    tracing::warn!(resource_name = %entity, %error, "that the entity is parked is known here alone");
                 }
             });
         } else {
-            tracing::warn!(entity.kind = %entity.kind, entity.id = %entity.id, error = %reason, "{entity} failed");
+            tracing::warn!(resource_name = %entity, error_code = "entity_failed", error = %reason, "{entity} failed");
         }
     }
 
@@ -601,6 +615,23 @@ impl Host {
             .collect();
         rows.sort_by_key(|row| row.shard);
         rows
+    }
+
+    /// How much there is of everything, without a look at any one entity.
+    #[must_use]
+    pub fn figures(&self) -> Figures {
+        let (mut parked, mut backing_off) = (0, 0);
+        for failures in &self.failures {
+            if failures.parked.is_some() { parked += 1 } else { backing_off += 1 }
+        }
+        Figures {
+            shards: self.shards.len(),
+            awake: self.awake.len(),
+            parked,
+            backing_off,
+            mailbox_depth: self.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
+            failures_total: self.failures_total(),
+        }
     }
 
     /// How often an entity's actor ended in failure since the process began.

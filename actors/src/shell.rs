@@ -16,7 +16,7 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, Done, Snapshot, Timer};
-use domain::machine::{Command as _, Refused};
+use domain::machine::{Command as _, Refused, Trace};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
 use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcome, Step, Timestamp};
@@ -192,6 +192,14 @@ impl<M: Machine> Shell<M> {
         self.version
     }
 
+    /// Whose command is being committed or looked up.
+    pub const fn under_way(&self) -> Option<u64> {
+        match &self.phase {
+            Phase::Committing { ask, .. } | Phase::Looking { ask, .. } => Some(ask.token),
+            Phase::Loading { .. } | Phase::Ready { .. } | Phase::Over => None,
+        }
+    }
+
     fn entity(&self) -> EntityRef {
         EntityRef { kind: M::KIND, id: self.id }
     }
@@ -310,6 +318,7 @@ impl<M: Machine> Shell<M> {
             policy: now.policy,
             by: &ask.asked.by,
             correlation_id: &ask.asked.correlation_id,
+            trace: Trace { parent: ask.asked.traceparent.as_deref(), state: ask.asked.tracestate.as_deref() },
             seed: now.seed,
             id: self.id,
             version: self.version,
@@ -381,6 +390,7 @@ impl<M: Machine> Shell<M> {
             actor: ask.asked.by.to_string(),
             correlation_id: ask.asked.correlation_id.clone(),
             traceparent: ask.asked.traceparent.clone(),
+            tracestate: ask.asked.tracestate.clone(),
             audit: Vec::new(),
             outbox: Vec::new(),
             command: None,

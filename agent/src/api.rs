@@ -16,12 +16,14 @@ use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::error::{Envelope as ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
-use wire::task::{Envelope, ResultAnswer, TaskResult};
+use wire::task::{Envelope, Origin, ResultAnswer, TaskResult};
 
 use crate::config::Config;
 use crate::identity::Identity;
 
 const CORRELATION_ID: &str = "x-correlation-id";
+const TRACEPARENT: &str = "traceparent";
+const TRACESTATE: &str = "tracestate";
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// What a task wait may take beyond the time it asked for.
@@ -214,12 +216,26 @@ impl Api {
         Ok(Some(Received { envelope: read(response).await?, correlation_id }))
     }
 
-    /// Reports a result.
+    /// Reports a result, as part of what the task goes back to.
     ///
     /// # Errors
     /// [`ApiError`].
-    pub async fn post_result(&self, task_id: Uuid, result: &TaskResult) -> Result<ResultAnswer, ApiError> {
-        self.post(&format!("tasks/{task_id}/result"), result).await
+    pub async fn post_result(
+        &self,
+        task_id: Uuid,
+        result: &TaskResult,
+        origin: &Origin,
+    ) -> Result<ResultAnswer, ApiError> {
+        let path = format!("tasks/{task_id}/result");
+        let mut request = self.request_of(Method::POST, &path, &origin.correlation_id);
+        if let Some(traceparent) = &origin.traceparent {
+            request = request.header(TRACEPARENT, traceparent);
+            // The one says nothing without the other.
+            if let Some(tracestate) = &origin.tracestate {
+                request = request.header(TRACESTATE, tracestate);
+            }
+        }
+        read(send(request.json(result)).await?).await
     }
 
     /// Says that the node lives, and how it is.
@@ -231,7 +247,11 @@ impl Api {
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
-        self.client.request(method, format!("{}/{path}", self.base)).header(CORRELATION_ID, Uuid::now_v7().to_string())
+        self.request_of(method, path, &Uuid::now_v7().to_string())
+    }
+
+    fn request_of(&self, method: Method, path: &str, correlation_id: &str) -> RequestBuilder {
+        self.client.request(method, format!("{}/{path}", self.base)).header(CORRELATION_ID, correlation_id)
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ApiError> {

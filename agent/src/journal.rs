@@ -347,6 +347,7 @@ mod tests {
             attempt,
             issued_at: expires_at - TimeDelta::minutes(5),
             expires_at,
+            origin: None,
             task: Task::Validate {},
         }
     }

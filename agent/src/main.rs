@@ -19,8 +19,11 @@ fn main() -> ExitCode {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let gathered = Config::gather(&flags, |name| std::env::var(name).ok());
     let node_id = gathered.as_ref().ok().map(|config| config.node_id);
-    if agent::logging::init(&flags.log, node_id).is_err() {
-        return ExitCode::FAILURE;
+    if let Err(error) = agent::logging::init(&flags.log, node_id) {
+        use std::io::Write as _;
+        // There is no log to say it in.
+        let _ = writeln!(std::io::stderr(), "gpuaas-agent: {error:#}");
+        return ExitCode::from(WRONG_CONFIGURATION);
     }
     let config = match gathered {
         Ok(config) => config,

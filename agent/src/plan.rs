@@ -65,6 +65,7 @@ mod tests {
             attempt,
             issued_at: chrono::DateTime::UNIX_EPOCH,
             expires_at: chrono::DateTime::UNIX_EPOCH,
+            origin: None,
             task: Task::Validate {},
         };
         Record { attempt, payload, phase }

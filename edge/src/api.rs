@@ -8,6 +8,7 @@ mod document;
 mod field;
 mod health;
 mod identity_keys;
+mod internal;
 mod node;
 mod policy;
 mod routing;
@@ -19,11 +20,12 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
-use crate::correlation::Service;
+use crate::correlation::{Outermost, Service};
 use crate::error::Code;
-use crate::limits::{Concurrency, RequestTimeout, finished};
+use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
 use crate::rate_limit::Group;
 use crate::services::Services;
+use axum::routing::get;
 use axum::{Extension, Router};
 use routing::{Routes, Row, Verb, Who};
 use std::time::Duration;
@@ -34,16 +36,32 @@ use utoipa_axum::routes;
 const REQUEST_WITHIN: Duration = Duration::from_secs(20);
 /// How many requests are served at once.
 const AT_ONCE: usize = 1024;
+/// The same, on the operators' own address.
+const OPERATORS_AT_ONCE: usize = 64;
 
 /// The public API, ready to be served.
 pub fn router(services: Services) -> Router {
+    let outermost = Outermost::of(Service { name: "api", tells_route: false }, &services);
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
         .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
-    finished(router, Service { name: "api", tells_route: false })
+    finished(router, outermost)
+}
+
+/// What an operator and their tools ask of a process, whatever its roles: figures, health, stats. It is served in clear, on an address
+/// that the operator keeps to themselves.
+pub fn operations(services: Services) -> Router {
+    let outermost = Outermost::of(Service { name: "operations", tells_route: false }, &services);
+    let router = Router::new()
+        .route("/metrics", get(health::metrics))
+        .route("/api/v1/healthz", get(health::healthz))
+        .route("/api/v1/readyz", get(health::readyz))
+        .route("/api/v1/internal/stats", get(internal::stats));
+    let router = bounded(router, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(OPERATORS_AT_ONCE));
+    finished(router.with_state(services), outermost)
 }
 
 /// A row: who, what, where (the group whose rate limit holds, where it is not `Api`) => the handler, and what it may refuse beside what
@@ -83,6 +101,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get      "/api/v1/openapi.json"                             => document::openapi;
         Anyone Get      "/api/v1/docs"                                     => document::page;
         Anyone Get      "/api/v1/docs/reader.js"                           => document::reader;
+        Internal Get    "/api/v1/internal/stats"                           => internal::stats;
 
         User   Get      "/api/v1/skus"                                     => sku::offered;
         Admin  Get      "/api/v1/admin/skus"                               => sku::list;

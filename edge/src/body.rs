@@ -411,7 +411,10 @@ mod tests {
             .route("/maybe", post(|JsonOrDefault(_): JsonOrDefault<NewNode>| async { "fine" }))
             .route("/nodes/{id}", get(|Path(_): Path<Uuid>| async { "fine" }))
             .route("/search", get(|Query(_): Query<Filter>| async { "fine" }))
-            .layer(from_fn_with_state(Service { name: "api", tells_route: false }, request_scope))
+            .layer(from_fn_with_state(
+                crate::testing::outermost(Service { name: "api", tells_route: false }),
+                request_scope,
+            ))
     }
 
     async fn send(request: Request) -> (u16, Value) {

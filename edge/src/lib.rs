@@ -14,6 +14,7 @@ mod buckets;
 pub mod bundle;
 pub mod correlation;
 pub mod error;
+pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;

@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::{
-    correlation::{Service, request_scope},
+    correlation::{Outermost, request_scope},
     error::{ApiError, Code},
 };
 
@@ -45,12 +45,12 @@ pub fn bounded<S: Clone + Send + Sync + 'static>(
 }
 
 /// Finishes a router: unknown paths and methods and panics are answered with the envelope. Nothing may be added outside.
-pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, service: Service) -> Router<S> {
+pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, outermost: Outermost) -> Router<S> {
     router
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn_with_state(service, request_scope))
+        .layer(from_fn_with_state(outermost, request_scope))
 }
 
 async fn within_time(State(RequestTimeout(limit)): State<RequestTimeout>, request: Request, next: Next) -> Response {
@@ -99,6 +99,7 @@ mod tests {
     use tower::ServiceExt;
 
     use super::*;
+    use crate::correlation::Service;
     use crate::testing::body_json;
 
     fn router(release: Arc<Notify>) -> Router {
@@ -108,7 +109,7 @@ mod tests {
             .route("/slow", get(|| async { std::future::pending::<()>().await }))
             .route("/held", get(move || async move { release.notified().await }));
         let bounded = bounded(routes, RequestTimeout(Duration::from_millis(300)), Concurrency::at_most(2));
-        finished(bounded, Service { name: "api", tells_route: false })
+        finished(bounded, crate::testing::outermost(Service { name: "api", tells_route: false }))
     }
 
     async fn send(router: &Router, method: &str, path: &str) -> Response {

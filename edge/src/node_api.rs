@@ -23,7 +23,7 @@ mod wait;
 pub use page::{NodeRoute, PAGE, Shows};
 
 use crate::body::BodyLimit;
-use crate::correlation::{Scope, Service, no_store};
+use crate::correlation::{Outermost, Scope, Service, no_store};
 use crate::error::ApiError;
 use crate::identity::TrustDomain;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
@@ -72,6 +72,7 @@ const WAIT_WITHIN: Duration = Duration::from_secs(wait::LONGEST as u64 + 20);
 
 /// The routes.
 pub fn router(services: Services) -> Router {
+    let outermost = Outermost::of(Service { name: "node-api", tells_route: false }, &services);
     let api = NodeApi { services, handed: Arc::default(), enrolling: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
@@ -96,7 +97,7 @@ pub fn router(services: Services) -> Router {
         .merge(bounded(waiting, RequestTimeout(WAIT_WITHIN), Concurrency::at_most(65_536)))
         .layer(axum::middleware::map_response(never_stored))
         .with_state(api);
-    finished(routes, Service { name: "node-api", tells_route: false })
+    finished(routes, outermost)
 }
 
 async fn never_stored(mut response: Response) -> Response {
@@ -116,8 +117,7 @@ impl NodeApi {
         let by = Principal::Node(node_id);
         let permit = authorize(&by, Action::SpeakForNode).map_err(|_| Refused::Asking(AskError::Denied))?;
         let deadline = self.services.world.now() + ASK_WITHIN;
-        let traceparent = scope.trace.as_ref().map(|trace| trace.traceparent());
-        let asked = refine(Asked::new(&permit, scope.correlation_id.as_str(), deadline).traced(traceparent));
+        let asked = refine(scope.asked(&permit, deadline));
         self.services.directory.ask::<Node>(&permit, node_id.0, command, asked).await.map_err(Refused::from)
     }
 

@@ -25,6 +25,8 @@ pub trait Runtime: Send + Sync + 'static {
     fn provider_keys_changed(&self);
     /// Whether this process can serve: what `readyz` says.
     fn readiness(&self) -> BoxFuture<'_, Readiness>;
+    /// This process, as it stands.
+    fn stats(&self) -> Stats;
     /// Figures in the Prometheus text format.
     fn metrics(&self) -> String;
 }
@@ -175,4 +177,65 @@ impl From<persistence::StoreError> for RuntimeError {
     fn from(error: persistence::StoreError) -> Self {
         Self(error.to_string())
     }
+}
+
+/// One process as it stands, read from its memory alone.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct Stats {
+    pub member: StatsMember,
+    pub entities: StatsEntities,
+    /// The committer's workers, one connection each.
+    pub committer: Vec<StatsCommitter>,
+    pub database_pool: StatsPool,
+    /// True while it is connected to NATS.
+    pub nats_connected: bool,
+    /// True while its renewal in Postgres is fresh: only then it answers from memory.
+    pub lease_fresh: bool,
+    /// Nodes whose agent waits here for a task.
+    pub parked_polls: u64,
+    /// Nodes' connections that are open here.
+    pub node_connections: u64,
+    /// What runs in it.
+    pub workers: Vec<WorkerNode>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct StatsMember {
+    pub id: Uuid,
+    pub name: String,
+    pub version: String,
+    pub roles: Vec<String>,
+    pub started_at: DateTime<Utc>,
+    pub uptime_seconds: u64,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct StatsEntities {
+    /// Shards that it owns.
+    pub shards: u64,
+    pub awake: u64,
+    /// Failed too often, waiting for an operator.
+    pub parked: u64,
+    /// Failed lately, started again.
+    pub failing: u64,
+    /// Commands that wait in front of them.
+    pub mailbox_depth: u64,
+    /// How often one ended in failure since the process began.
+    pub failures_total: u64,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct StatsCommitter {
+    pub connected: bool,
+    /// Transitions in its queue.
+    pub waiting: u64,
+    pub batches: u64,
+    pub last_error: Option<String>,
+    pub last_error_at: Option<DateTime<Utc>>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct StatsPool {
+    pub open: u32,
+    pub idle: u64,
 }

@@ -2,6 +2,7 @@
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
+use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::node_api::nonce::Nonces;
 use crate::node_ca::NodeCa;
@@ -17,6 +18,7 @@ use ed25519_dalek::SigningKey;
 use persistence::Reads;
 use persistence::envelope::KeyRing;
 use std::sync::Arc;
+use telemetry::Sampling;
 
 /// Shared by all requests; cheap to clone.
 #[derive(Clone)]
@@ -35,7 +37,12 @@ pub struct Parts {
     pub probe: Probe,
     pub polls: Polls,
     pub connections: Connections,
+    pub figures: Figures,
+    /// How many of the traces that begin here are sampled.
+    pub sampling: Sampling,
     pub trust: Trust,
+    /// Lets the operator's tools read this process's stats; without it there is no such route.
+    pub stats_token: Option<InternalToken>,
     pub addresses: Addresses,
     /// Cancelled when this process ends: what waits long answers then.
     pub stopping: tokio_util::sync::CancellationToken,

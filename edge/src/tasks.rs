@@ -26,6 +26,11 @@ pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
         attempt: order.work.attempt,
         issued_at: now,
         expires_at: order.work.deadline_at.min(now + BEGUN_WITHIN),
+        origin: order.work.origin.clone().map(|origin| wire::task::Origin {
+            correlation_id: origin.correlation_id,
+            traceparent: origin.traceparent,
+            tracestate: origin.tracestate,
+        }),
         task: task(order),
     }
 }
@@ -62,7 +67,7 @@ mod tests {
     use super::*;
     use domain::allocation::{AuthorizedKey, Placed};
     use domain::node::Work;
-    use domain::{AllocationId, SshKeyId, TaskId};
+    use domain::{AllocationId, Origin, SshKeyId, TaskId};
     use uuid::Uuid;
 
     fn order(deadline_at: Timestamp, what: What) -> Order {
@@ -72,6 +77,11 @@ mod tests {
                 attempt: 2,
                 ordered_at: Timestamp::UNIX_EPOCH,
                 deadline_at,
+                origin: Some(Origin {
+                    correlation_id: "c-1".into(),
+                    traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
+                    tracestate: None,
+                }),
             },
             allocation_id: AllocationId(Uuid::from_u128(2)),
             placed: Placed {
@@ -112,6 +122,8 @@ mod tests {
             (provision.node_id, provision.task_id, provision.attempt),
             (Uuid::from_u128(1), Uuid::from_u128(3), 2)
         );
+        let origin = provision.origin.as_ref().unwrap();
+        assert_eq!((origin.correlation_id.as_str(), origin.traceparent.is_some()), ("c-1", true));
         let devices = vec![Device { index: 1, uuid: "GPU-1".into() }];
         let expected = Provision {
             allocation_id: Uuid::from_u128(2),

@@ -13,6 +13,17 @@ pub(crate) async fn body_json(response: Response) -> Value {
     serde_json::from_slice(&bytes).unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&bytes)))
 }
 
+/// The outermost layer of a router that stands alone.
+pub(crate) fn outermost(service: crate::correlation::Service) -> crate::correlation::Outermost {
+    let figures = figures().of_service(service.name);
+    crate::correlation::Outermost { service, figures, sampling: telemetry::Sampling::NEVER }
+}
+
+/// Figures in a registry of their own.
+pub(crate) fn figures() -> crate::figures::Figures {
+    crate::figures::Figures::register(&prometheus::Registry::new()).unwrap()
+}
+
 /// A key ring of one key.
 pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
     let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";

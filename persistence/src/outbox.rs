@@ -7,7 +7,6 @@ use domain::event::Event;
 use domain::id::{EventId, Shard};
 use domain::machine::Timestamp;
 use sqlx::PgPool;
-use std::time::Duration;
 use uuid::Uuid;
 
 /// An event on its way to the broker. `(shard, epoch, seq)` is the order of commits within a shard.
@@ -20,19 +19,12 @@ pub struct OutboxRow {
     pub event: Event,
     pub correlation_id: String,
     pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
     /// When it happened, by the clock of the member that decided it.
     pub created_at: Timestamp,
 }
 
-/// What is unsettled, across all shards.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Backlog {
-    pub rows: u64,
-    /// Age of the oldest row, by the database's clock; zero where there is none.
-    pub oldest: Duration,
-}
-
-/// Settling and watching the outbox.
+/// Settles the outbox.
 #[derive(Clone, Debug)]
 pub struct Outbox {
     pool: PgPool,
@@ -57,19 +49,5 @@ impl Outbox {
         ids.sort_unstable();
         let done = sqlx::query("DELETE FROM outbox WHERE id = ANY ($1)").bind(ids).execute(&self.pool).await;
         done.map(|done| done.rows_affected()).doing("settling outbox rows")
-    }
-
-    /// How much is unsettled, for the metrics.
-    ///
-    /// # Errors
-    /// [`StoreError`]
-    pub async fn backlog(&self) -> Result<Backlog, StoreError> {
-        let (rows, oldest): (i64, f64) = sqlx::query_as(
-            "SELECT count(*), coalesce(greatest(extract(epoch FROM now() - min(written_at)), 0), 0)::float8 FROM outbox",
-        )
-        .fetch_one(&self.pool)
-        .await
-        .doing("measuring the outbox")?;
-        Ok(Backlog { rows: rows.unsigned_abs(), oldest: Duration::try_from_secs_f64(oldest).unwrap_or_default() })
     }
 }

@@ -4,12 +4,14 @@
 
 mod audit;
 mod entity;
+mod inspect;
 mod policy;
 mod shard;
 mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, StateCount};
+pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -22,6 +22,10 @@ pub struct Config {
     pub kek_file: PathBuf,
     pub public_listen: SocketAddr,
     pub node_listen: SocketAddr,
+    /// Where operators and their tools ask for figures, in clear.
+    pub operations_listen: SocketAddr,
+    /// Lets the operator's tools read this process's stats.
+    pub stats_token: Option<InternalToken>,
     pub public_url: String,
     pub node_public_url: String,
     pub tls_cert: PathBuf,
@@ -120,6 +124,8 @@ impl Config {
             kek_file: required("SVC_KEK_FILE", "the key ring that seals secrets at rest")?.into(),
             public_listen: address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443")?,
             node_listen: address("SVC_NODE_LISTEN", "0.0.0.0:9443")?,
+            operations_listen: address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464")?,
+            stats_token: internal_token("INTERNAL_STATS_TOKEN")?,
             public_url,
             node_public_url,
             tls_cert: required("SVC_TLS_CERT_PATH", "the server certificate chain, PEM")?.into(),
@@ -196,6 +202,13 @@ fn required(name: &str, what: &str) -> anyhow::Result<String> {
 fn address(name: &str, default: &str) -> anyhow::Result<SocketAddr> {
     let text = optional(name).unwrap_or_else(|| default.to_owned());
     text.parse().with_context(|| format!("{name} is {text:?}; it must be an address and port, for example {default}"))
+}
+
+fn internal_token(name: &str) -> anyhow::Result<Option<InternalToken>> {
+    let token = optional(name).map(|text| {
+        InternalToken::new(&text).with_context(|| format!("{name} needs 32 characters or more, no spaces"))
+    });
+    token.transpose()
 }
 
 fn list(name: &str) -> Vec<String> {

@@ -160,6 +160,7 @@ impl Dev {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node.address()),
+            stats_token: files::random_hex(32).into(),
             variables: vec![(REFRESH_TOKEN.to_owned(), files::random_hex(32))],
         };
         let starting = names.iter().zip(listens).map(|(name, listens)| {
@@ -298,6 +299,8 @@ fn variables(
     let mut env = Environment::default();
     env.set_all("SVC_BASE_URL", Some(settings.public_url.clone()), replicas.iter().map(Replica::public_url));
     env.set_all("SVC_NODE_API_URL", Some(settings.node_public_url.clone()), replicas.iter().map(Replica::node_url));
+    env.set_all("SVC_OPERATIONS_URL", None, replicas.iter().map(Replica::operations_url));
+    env.set("INTERNAL_STATS_TOKEN", exposed(&settings.stats_token));
     let pids = replicas.iter().filter_map(Replica::pid).map(|pid| pid.to_string());
     env.set_all("SVC_REPLICA_PID", None, pids);
     env.set("SVC_AUTH_URL", identity.auth_url());

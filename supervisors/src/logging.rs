@@ -1,33 +1,44 @@
-//! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
+//! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*); and,
+//! where it is configured, the spans of sampled traces for export.
 
-use json_subscriber::JsonLayer;
+use crate::traces::{self, Traces};
+use anyhow::Context;
+use telemetry::{HostFields, Lines};
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::time::SystemTime;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
 /// ractor's own spans live as long as its actors do.
 const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
 
+/// Whose line it is where no request, worker or entity says so.
+const SERVICE: &str = "control-plane";
+
 /// Calls it an error when a server closes a connection that was just begun. The bus says what there is to say of a lost connection.
 const NOISE: &str = "async_nats::connector=off";
 
-/// Starts logging for this process. `RUST_LOG` narrows or widens it.
+/// Starts logging for this process. `RUST_LOG` narrows or widens it. Answers what exports the spans, where that is configured.
 ///
 /// # Errors
-/// Where logging was started before.
-pub fn start() -> anyhow::Result<()> {
+/// Where logging was started before, or a variable cannot be used.
+pub fn start() -> anyhow::Result<Option<Traces>> {
+    let environment = |name: &str| std::env::var(name).ok();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
     let filter = filter.add_directive(NOISE.parse()?);
-    let mut lines = JsonLayer::stderr();
-    lines.with_timer("timestamp", SystemTime);
-    lines.with_level("level");
-    lines.with_target("target");
-    // A request's or worker's fields stand beside the event's own: `service`, `correlation_id`, `org_id`, `resource_name`, ….
-    lines.with_flattened_event();
-    lines.with_top_level_flattened_span_list();
-    tracing_subscriber::registry().with(filter).with(lines).try_init()?;
-    Ok(())
+    let lines = Lines::new(std::io::stderr, SERVICE, &host_fields(environment)?);
+    let (collecting, traces) = traces::configured(environment)?.unzip();
+    tracing_subscriber::registry().with(filter).with(lines).with(collecting).try_init()?;
+    Ok(traces)
+}
+
+/// A host that has a role in a lab has a name.
+fn host_fields(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<HostFields> {
+    let mut fields = HostFields::gather(environment)?;
+    if fields.host_role.is_some() && fields.host_name.is_none() {
+        let name = nix::unistd::gethostname().context("SVC_HOST_NAME is not set, and the host has no name")?;
+        fields.host_name = name.into_string().ok();
+    }
+    Ok(fields)
 }
 
 /// A panic is one line, without a backtrace: symbolising it would hold up the thread that runs the actors (and its message is in the

@@ -55,11 +55,11 @@ async fn main() -> ExitCode {
 async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments.command {
         Command::Serve { roles } => {
-            logging::start()?;
+            let traces = logging::start()?;
             logging::short_panics();
             let mut config = config::Config::from_environment()?;
             config.roles = config::parse_roles(&roles)?;
-            serve::serve(config).await?;
+            serve::serve(config, traces).await?;
         }
         Command::Dev(args) => dev::run(args).await?,
         Command::BeginIncarnation => {

@@ -4,6 +4,7 @@
 use crate::cluster::View;
 use crate::cluster::bus::Bus;
 use crate::cluster::gather::{answer_all, ask_all};
+use crate::figures::{Moment, ProcessFigures, pool_of};
 use crate::supervisor::Supervisor;
 use crate::tree::BESIDE;
 use actors::Host;
@@ -11,16 +12,19 @@ use actors::host::EntityRow;
 use actors::place::shard_of;
 use chrono::Utc;
 use domain::{EntityRef, Kind, MemberId};
+use edge::polls::Polls;
 use edge::runtime::{
-    ClusterReport, EntityNode, MemberNode, MemberReport, Readiness, Runtime, RuntimeError, Tree, TreeFilter, WorkerNode,
+    ClusterReport, EntityNode, MemberNode, MemberReport, Readiness, Runtime, RuntimeError, Stats, StatsCommitter,
+    StatsEntities, StatsMember, StatsPool, Tree, TreeFilter, WorkerNode,
 };
+use edge::tls::connections::Connections;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::committer::WorkerStatus;
 use persistence::read::{Waiting, WaitingFilter};
 use persistence::{Cluster, Committer, Reads};
-use prometheus::{Encoder, Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
+use sqlx::PgPool;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use uuid::Uuid;
@@ -37,7 +41,10 @@ pub struct Operations {
     pub committer: Committer,
     pub reads: Reads,
     pub cluster: Cluster,
-    pub registry: Registry,
+    pub figures: Arc<ProcessFigures>,
+    pub pool: PgPool,
+    pub polls: Polls,
+    pub connections: Connections,
 }
 
 /// What the members ask each other.
@@ -125,6 +132,55 @@ impl Operations {
             last_error: at.last_error,
         };
         self.committer.workers().into_iter().enumerate().map(row).collect()
+    }
+
+    fn moment(&self) -> Moment {
+        let (pool_open, pool_idle) = pool_of(&self.pool);
+        Moment {
+            lives: self.host.figures(),
+            pool_open,
+            pool_idle,
+            parked_polls: self.polls.nodes(),
+            nats_connected: self.bus.is_connected(),
+            lease_fresh: self.view.is_fresh(),
+        }
+    }
+
+    fn stats(&self) -> Stats {
+        let Moment { lives, pool_open, pool_idle, parked_polls, nats_connected, lease_fresh } = self.moment();
+        let me = &self.view.me;
+        let committer = self.committer.workers().into_iter().map(|worker| StatsCommitter {
+            connected: worker.connected,
+            waiting: worker.waiting as u64,
+            batches: worker.batches,
+            last_error: worker.last_error,
+            last_error_at: worker.last_error_at,
+        });
+        Stats {
+            member: StatsMember {
+                id: me.id.0,
+                name: me.name.clone(),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                roles: serde_json::from_value(me.details["roles"].clone()).unwrap_or_default(),
+                started_at: me.started_at,
+                uptime_seconds: (Utc::now() - me.started_at).num_seconds().max(0).unsigned_abs(),
+            },
+            entities: StatsEntities {
+                shards: lives.shards as u64,
+                awake: lives.awake as u64,
+                parked: lives.parked as u64,
+                failing: lives.backing_off as u64,
+                mailbox_depth: lives.mailbox_depth as u64,
+                failures_total: lives.failures_total,
+            },
+            committer: committer.collect(),
+            database_pool: StatsPool { open: pool_open, idle: pool_idle as u64 },
+            nats_connected,
+            lease_fresh,
+            parked_polls: parked_polls as u64,
+            node_connections: self.connections.all() as u64,
+            workers: self.workers(),
+        }
     }
 
     async fn gather(&self, ids: Vec<Uuid>) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
@@ -324,14 +380,11 @@ impl Runtime for Reported {
         self.0.check().boxed()
     }
 
+    fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+
     fn metrics(&self) -> String {
-        let mut text = Vec::new();
-        match TextEncoder::new().encode(&self.0.registry.gather(), &mut text) {
-            Ok(()) => String::from_utf8(text).unwrap_or_default(),
-            Err(error) => {
-                tracing::warn!(%error, "the metrics cannot be written down");
-                String::new()
-            }
-        }
+        self.0.figures.page(self.0.moment())
     }
 }

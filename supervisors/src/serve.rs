@@ -4,15 +4,18 @@ use crate::cluster::View;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
 use crate::config::{Config, Role};
+use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
+use crate::traces::Traces;
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
+use crate::workers::auditor::Auditor;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
-use crate::workers::{housekeeping, policy, timers};
+use crate::workers::{figures, housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
@@ -23,6 +26,7 @@ use domain::{Effect, MemberId};
 use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
+use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
@@ -47,6 +51,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
+use telemetry::Sampling;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -77,6 +82,7 @@ struct Process {
     supervisor: Supervisor,
     operations: Arc<Operations>,
     registry: Registry,
+    traces: Option<Arc<Traces>>,
     committed: mpsc::Sender<Vec<OutboxRow>>,
     relay: Arc<Relay>,
     audit_seal: Arc<AuditSeal>,
@@ -91,8 +97,8 @@ struct Process {
 ///
 /// # Errors
 /// Where the process cannot start: a setting is wrong, the database cannot be reached, a port is taken.
-pub async fn serve(config: Config) -> anyhow::Result<()> {
-    let process = Process::start(config).await?;
+pub async fn serve(config: Config, traces: Option<Traces>) -> anyhow::Result<()> {
+    let process = Process::start(config, traces).await?;
     let services = process.services().await?;
     process.run(&services).await?;
     tracing::info!(member.id = %process.view.me.id, "{} serves", process.view.me.name);
@@ -116,7 +122,7 @@ pub async fn begin_incarnation() -> anyhow::Result<i64> {
 }
 
 impl Process {
-    async fn start(config: Config) -> anyhow::Result<Self> {
+    async fn start(config: Config, traces: Option<Traces>) -> anyhow::Result<Self> {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         edge::idempotency::COUNTERS.register(&registry)?;
@@ -138,6 +144,7 @@ impl Process {
             bus: bus.clone(),
         };
         let look = Arc::new(Notify::new());
+        let told = EventFigures::register(&registry)?;
         // Of its own, so that a busy pool never makes a living member look dead.
         let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
         let store = Durable {
@@ -145,6 +152,7 @@ impl Process {
             reads: reads.clone(),
             fenced: Arc::clone(&look),
             cluster: cluster.clone(),
+            told,
         };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
@@ -169,12 +177,18 @@ impl Process {
             committer: committer.clone(),
             reads: reads.clone(),
             cluster,
-            registry: registry.clone(),
+            figures: Arc::new(ProcessFigures::register(&registry, &config.member_name, &roles(&config))?),
+            pool: pool.clone(),
+            polls: polls.clone(),
+            connections: connections.clone(),
         };
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
         let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;
         let sealer = Sealer::new(pool.clone(), member, audit_key);
         let audit_seal = AuditSeal::new(Arc::clone(&host), bus.clone(), sealer, SealMetrics::register(&registry)?);
+        if let Some(traces) = &traces {
+            traces.register(&registry)?;
+        }
         let relay = Arc::new(Relay::new(bus.clone(), Outbox::new(pool.clone()), rows));
         Ok(Self {
             config,
@@ -190,6 +204,7 @@ impl Process {
             supervisor,
             operations: Arc::new(operations),
             registry,
+            traces: traces.map(Arc::new),
             committed,
             relay,
             audit_seal: Arc::new(audit_seal),
@@ -221,6 +236,9 @@ impl Process {
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
             connections: self.connections.clone(),
+            figures: Figures::register(&self.registry)?,
+            sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
+            stats_token: config.stats_token.clone(),
             trust,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
@@ -233,7 +251,9 @@ impl Process {
         for row in TREE.iter().filter(|row| row.roles.iter().any(|role| self.config.roles.contains(role))) {
             match works.remove(row.name) {
                 Some(work) => self.supervisor.add(*row, work),
-                None => self.supervisor.group(*row),
+                None if TREE.iter().any(|below| below.under == row.name) => self.supervisor.group(*row),
+                // Configured away.
+                None => {}
             }
         }
         Ok(())
@@ -252,9 +272,15 @@ impl Process {
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
         works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
-        let figures = housekeeping::Figures::new(&self.registry)?;
-        let resting = (Arc::clone(&self.host), Outbox::new(self.pool.clone()), figures);
-        works.insert("rest", work(&resting, |(host, outbox, figures)| housekeeping::rest(host, outbox, figures)));
+        works.insert("rest", work(&self.host, housekeeping::rest));
+        let figures =
+            (Arc::clone(&self.operations.figures), Arc::clone(&self.host), self.reads.clone(), self.bus.clone());
+        works.insert("figures", work(&figures, |(figures, host, reads, bus)| figures::run(figures, host, reads, bus)));
+        let auditor = (Arc::new(Auditor::register(&self.registry, self.reads.clone())?), Arc::clone(&self.host));
+        works.insert("auditor", work(&auditor, |(auditor, host)| async move { auditor.run(host).await }));
+        if let Some(traces) = &self.traces {
+            works.insert("trace-export", work(traces, |traces| async move { traces.run().await }));
+        }
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
         let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
         works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));
@@ -301,30 +327,44 @@ impl Process {
                 tickets: Some(Arc::clone(&tickets) as Arc<dyn rustls::server::ProducesTickets>),
             })
         };
-        let public = Listening {
-            at: bind(config.public_listen).await?,
-            tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
-            router: edge::api::router(services.clone()),
-            connections: self.connections.clone(),
-            trust_domain: None,
-            stop: self.stop_listening.clone(),
-            open: self.listeners.clone(),
-        };
-        let node = Listening {
-            at: bind(config.node_listen).await?,
-            tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
-            router: edge::node_api::router(services.clone()),
-            connections: self.connections.clone(),
-            trust_domain: Some(services.trust.domain.clone()),
-            stop: self.stop_listening.clone(),
-            open: self.listeners.clone(),
-        };
-        Ok([("public-api", public), ("node-api", node)]
+        let mut listening = Vec::new();
+        if config.roles.contains(&Role::Api) {
+            listening.push((
+                "public-api",
+                Listening {
+                    at: bind(config.public_listen).await?,
+                    tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
+                    router: edge::api::router(services.clone()),
+                    connections: self.connections.clone(),
+                    trust_domain: None,
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        if config.roles.contains(&Role::NodeApi) {
+            listening.push((
+                "node-api",
+                Listening {
+                    at: bind(config.node_listen).await?,
+                    tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
+                    router: edge::node_api::router(services.clone()),
+                    connections: self.connections.clone(),
+                    trust_domain: Some(services.trust.domain.clone()),
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        let mut works: BTreeMap<_, _> = listening
             .into_iter()
             .map(|(name, listening)| {
                 (name, work(&Arc::new(listening), |listening| async move { listening.serve().await }))
             })
-            .collect())
+            .collect();
+        let operations = (Arc::new(bind(config.operations_listen).await?), edge::api::operations(services.clone()));
+        works.insert("operations", work(&operations, |(at, router)| async move { serve_in_clear(&at, router).await }));
+        Ok(works)
     }
 
     /// Nothing new comes in, parked polls are answered, shards are handed over, what was committed is published.
@@ -355,7 +395,17 @@ impl Process {
             }
             self.supervisor.stop(name).await;
         }
+        if let Some(traces) = &self.traces {
+            traces.finish().await;
+        }
     }
+}
+
+/// For operators, on an address that they keep to themselves. It says that the process is stopping until the last connection is closed.
+async fn serve_in_clear(at: &std::net::TcpListener, router: axum::Router) -> anyhow::Result<()> {
+    let listener = TcpListener::from_std(at.try_clone()?)?;
+    axum::serve(listener, router).await?;
+    Ok(())
 }
 
 /// A bound socket and what is served on it. Bound before anything else starts, so that a taken port is named at once; a restart of its
@@ -435,6 +485,10 @@ where
 {
     let shared = shared.clone();
     Arc::new(move || run(shared.clone()).boxed())
+}
+
+fn roles(config: &Config) -> String {
+    config.roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(",")
 }
 
 fn me(id: MemberId, config: &Config) -> Member {

@@ -298,7 +298,7 @@ impl Actor for Worker {
             tracing::debug!(worker = name, "{how}");
             let _ = myself.cast(Finished(how));
         };
-        Ok(AbortOnDropHandle::new(tokio::spawn(work.instrument(tracing::info_span!("worker", service = name)))))
+        Ok(AbortOnDropHandle::new(tokio::spawn(work.instrument(tracing::error_span!("worker", service = name)))))
     }
 
     async fn handle(

@@ -53,16 +53,20 @@ pub const TREE: &[Row] = &[
     row("entities", "root", &[Role::Entities], BOUNDED, "the shards that this member owns"),
     row("timers", "entities", &[Role::Entities], BOUNDED, "wakes entities whose deadline has come"),
     row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
+    row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
+    row("figures", "root", EVERY, BOUNDED, "reads now and then what is shown on /metrics"),
+    row("trace-export", "root", EVERY, BOUNDED, "sends spans to the collector, where one is configured"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
-    row("edge", "root", &[Role::Api, Role::NodeApi], BOUNDED, "what listens"),
+    row("edge", "root", EVERY, BOUNDED, "what listens"),
+    row("operations", "edge", EVERY, ALWAYS, "figures, health and stats for operators, in clear"),
     row("public-api", "edge", &[Role::Api], ALWAYS, "HTTPS for users and administrators"),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
     row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
@@ -74,7 +78,8 @@ pub const BESIDE: &[&str] = &["rest", "sweep"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
-pub const SHUTDOWN: &[&str] = &["edge", "provisioning", "entities", "outbox-relay", "policy", "cluster"];
+pub const SHUTDOWN: &[&str] =
+    &["edge", "provisioning", "entities", "outbox-relay", "policy", "figures", "cluster", "trace-export"];
 
 const fn row(
     name: &'static str,

@@ -1,6 +1,8 @@
 //! What runs beside the entities: one file per worker.
 
 pub mod audit_seal;
+pub mod auditor;
+pub mod figures;
 pub mod housekeeping;
 pub mod pace;
 pub mod policy;

@@ -1,6 +1,7 @@
 //! Time, chance and policy as this process knows them, and the adapter between the shell's store and Postgres.
 
 use crate::cluster::View;
+use crate::figures::EventFigures;
 use actors::place::shard_of;
 use actors::ports::{Store, StoreError, World};
 use arc_swap::ArcSwap;
@@ -11,6 +12,7 @@ use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::{Cluster, Committer, Reads};
+use prometheus::IntCounter;
 use std::sync::Arc;
 use tokio::sync::Notify;
 
@@ -60,6 +62,7 @@ pub struct Durable {
     pub reads: Reads,
     /// Told when a commit found that its shard is another's: the books should be read now.
     pub fenced: Arc<Notify>,
+    pub told: EventFigures,
     /// Keeps what is parked.
     pub cluster: Cluster,
 }
@@ -71,9 +74,16 @@ impl Store for Durable {
 
     fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
         async move {
+            let told = self.told.of(&commit);
             let outcome = self.committer.commit(commit).await;
-            if outcome == Outcome::Fenced {
-                self.fenced.notify_one();
+            match &outcome {
+                Outcome::Applied => told.iter().for_each(IntCounter::inc),
+                Outcome::Fenced => self.fenced.notify_one(),
+                Outcome::Conflict
+                | Outcome::Duplicate(_)
+                | Outcome::Refused { .. }
+                | Outcome::NotApplied { .. }
+                | Outcome::Unknown { .. } => {}
             }
             outcome
         }

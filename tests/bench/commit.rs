@@ -165,6 +165,7 @@ impl Ours {
             actor: "user:018f6d1e".to_owned(),
             correlation_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
             traceparent: None,
+            tracestate: None,
             audit: vec![Audit::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
             command: Some(CommandRecord {

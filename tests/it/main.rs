@@ -11,6 +11,7 @@ mod generated_client;
 mod harness;
 mod input;
 mod main_job;
+mod observability;
 mod openapi;
 mod policy;
 mod probe;

@@ -6,15 +6,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Who may depend on whom (design 3). What is not here is not allowed.
-const ARROWS: [(&str, &[&str]); 8] = [
+const ARROWS: [(&str, &[&str]); 9] = [
     ("domain", &[]),
     ("wire", &[]),
+    ("telemetry", &[]),
     ("persistence", &["domain"]),
-    ("actors", &["domain"]),
-    ("edge", &["domain", "wire", "actors", "persistence"]),
-    ("supervisors", &["domain", "wire", "actors", "persistence", "edge"]),
-    ("agent", &["wire"]),
-    ("tests", &["domain", "wire", "actors", "agent", "persistence", "edge", "supervisors"]),
+    ("actors", &["domain", "telemetry"]),
+    ("edge", &["domain", "wire", "telemetry", "actors", "persistence"]),
+    ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge"]),
+    ("agent", &["wire", "telemetry"]),
+    ("tests", &["domain", "wire", "telemetry", "actors", "agent", "persistence", "edge", "supervisors"]),
 ];
 
 /// The crates of the outside world that `domain` may name: plain data, and errors.

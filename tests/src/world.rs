@@ -85,6 +85,8 @@ pub struct World {
     agent_settings: AgentSettings,
     /// How every replica is started.
     pub settings: ReplicaSettings,
+    /// Lets an operator read a replica's stats.
+    pub stats_token: String,
     logs: PathBuf,
     declared: Declared,
     /// What must not stand in any log, by what it is.
@@ -281,6 +283,13 @@ impl World {
                 None => tokio::time::sleep(Duration::from_millis(100)).await,
             }
         }
+    }
+
+    /// The lines that a replica has logged, as far as they are structured.
+    #[must_use]
+    pub fn replica_lines(&self, index: usize) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.replicas[index].log()).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 
     /// This must not stand in any log.

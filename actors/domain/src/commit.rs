@@ -33,6 +33,7 @@ pub struct Commit {
     pub actor: String,
     pub correlation_id: String,
     pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
     pub audit: Vec<Audit>,
     pub outbox: Vec<(EventId, Event)>,
     pub command: Option<CommandRecord>,

@@ -37,7 +37,16 @@ pub fn i2_a_gpu_has_one_tenant(
             .any(|hold| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }));
         !unproven || node.gpus_free() == 0
     };
-    // Who believes to have GPUs has them held.
+    nodes.values().all(|node| each_gpu_is_held_once(node) && unproven_is_closed(node))
+        && each_believed_place_is_held(nodes, allocations)
+}
+
+/// I2, between the two: who believes to have GPUs has them held.
+#[must_use]
+pub fn each_believed_place_is_held(
+    nodes: &BTreeMap<NodeId, Node>,
+    allocations: &BTreeMap<AllocationId, Allocation>,
+) -> bool {
     let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.place()) {
         (Phase::Provisioning { .. } | Phase::Active { .. }, Some((node_id, placed))) => nodes
             .get(&node_id)
@@ -53,8 +62,7 @@ pub fn i2_a_gpu_has_one_tenant(
             _,
         ) => true,
     };
-    nodes.values().all(|node| each_gpu_is_held_once(node) && unproven_is_closed(node))
-        && allocations.values().all(believed_is_held)
+    allocations.values().all(believed_is_held)
 }
 
 /// I4: a token is consumed at most once. Given how many enrollments each token bought.

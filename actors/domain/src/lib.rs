@@ -36,4 +36,4 @@ pub use id::{
     AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId, ServiceAccountId,
     ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
-pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};
+pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

@@ -103,6 +103,8 @@ pub struct Ctx<'a> {
     pub policy: &'a PolicyBook,
     pub by: &'a Principal,
     pub correlation_id: &'a str,
+    /// The trace that the command belongs to.
+    pub trace: Trace<'a>,
     /// Chance, given from outside: ids that a transition makes are derived from it.
     pub seed: u128,
     /// The id of the entity that decides.
@@ -111,7 +113,36 @@ pub struct Ctx<'a> {
     pub version: i64,
 }
 
+/// The trace that a command belongs to (W3C Trace Context), carried on and not looked into.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Trace<'a> {
+    /// `traceparent`
+    pub parent: Option<&'a str>,
+    /// `tracestate`
+    pub state: Option<&'a str>,
+}
+
+/// The request that something goes back to, kept where its consequences outlive its commands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub struct Origin {
+    pub correlation_id: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracestate: Option<String>,
+}
+
 impl Ctx<'_> {
+    /// What this command goes back to.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        Origin {
+            correlation_id: self.correlation_id.to_owned(),
+            traceparent: self.trace.parent.map(str::to_owned),
+            tracestate: self.trace.state.map(str::to_owned),
+        }
+    }
+
     /// The `n`th new id of this transition, a UUIDv7 at [`Ctx::now`].
     #[must_use]
     pub fn new_id(&self, n: u64) -> Uuid {
@@ -204,6 +235,7 @@ mod tests {
             policy: &policy,
             by: &by,
             correlation_id: "c",
+            trace: Trace::default(),
             seed: 7,
             id: Uuid::nil(),
             version: 0,

@@ -259,7 +259,16 @@ mod tests {
         Sku::decide(
             state,
             command,
-            &Ctx { now: at(now), policy: &policy, by: &by, correlation_id: "c", seed: 7, id, version: 1 },
+            &Ctx {
+                now: at(now),
+                policy: &policy,
+                by: &by,
+                correlation_id: "c",
+                trace: crate::machine::Trace::default(),
+                seed: 7,
+                id,
+                version: 1,
+            },
         )
     }
 

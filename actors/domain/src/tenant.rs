@@ -385,7 +385,16 @@ mod tests {
         Tenant::decide(
             state,
             command,
-            &Ctx { now, policy: &policy, by: &by, correlation_id: "c", seed, id, version: 1 },
+            &Ctx {
+                now,
+                policy: &policy,
+                by: &by,
+                correlation_id: "c",
+                trace: crate::machine::Trace::default(),
+                seed,
+                id,
+                version: 1,
+            },
         )
     }
 
@@ -419,7 +428,16 @@ mod tests {
     }
 
     fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-        Ctx { now, policy, by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1 }
+        Ctx {
+            now,
+            policy,
+            by,
+            correlation_id: "c",
+            seed: 1,
+            id: Uuid::nil(),
+            version: 1,
+            trace: machine::Trace::default(),
+        }
     }
 
     #[test]

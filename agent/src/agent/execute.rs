@@ -13,9 +13,9 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, error, info, warn};
 use uuid::Uuid;
 use wire::proof::CleanupReport;
-use wire::task::{Envelope, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
+use wire::task::{Envelope, Origin, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
 
-use super::poll::span_of;
+use super::poll::scope_of;
 use super::{Agent, BACKOFF_BASE, Fatal, held};
 use crate::api::ApiError;
 use crate::backoff::Backoff;
@@ -50,21 +50,21 @@ impl Agent {
     pub(super) fn resume(self: &Arc<Self>) {
         for record in self.journal.unreported() {
             let payload = record.payload.clone();
-            let span = span_of(&payload, "");
+            let (span, origin) = scope_of(&payload, &Uuid::now_v7().to_string());
             let _entered = span.enter();
             match plan(record.attempt, payload.task.is_idempotent(), Some(&record), false) {
                 Plan::Resend(result) => {
                     info!("a result from before the restart is sent again");
-                    self.spawn_report(payload.task_id, result);
+                    self.spawn_report(payload.task_id, result, origin);
                 }
                 Plan::Execute if payload.expires_at <= Utc::now() => {
                     warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
                 }
                 Plan::Execute => {
                     info!(was_started = record.phase == Phase::Started, "a task from before the restart goes on");
-                    self.spawn_execution(payload, None);
+                    self.spawn_execution(payload, origin, None);
                 }
-                Plan::OutcomeUnknown => self.spawn_unknown_outcome(payload),
+                Plan::OutcomeUnknown => self.spawn_unknown_outcome(payload, origin),
                 Plan::UnderWay | Plan::Stale { .. } => {}
             }
         }
@@ -76,27 +76,30 @@ impl Agent {
 
     /// Executes and reports beside the polling. `slot` bounds how many execute at once; a task from before a restart has
     /// none yet.
-    pub(super) fn spawn_execution(self: &Arc<Self>, payload: TaskPayload, slot: Option<OwnedSemaphorePermit>) {
+    pub(super) fn spawn_execution(
+        self: &Arc<Self>,
+        payload: TaskPayload,
+        origin: Origin,
+        slot: Option<OwnedSemaphorePermit>,
+    ) {
         let agent = Arc::clone(self);
         let key = (payload.task_id, payload.attempt);
         held(&self.under_way).insert(key, Stage::Executing);
         // Taken here, so that the order of arrival is the order of execution.
         let place = self.queue_up(&payload);
-        let span = tracing::Span::current();
-        let span = if span.is_none() { span_of(&payload, "") } else { span };
         self.tasks.spawn(
             async move {
                 if let Some(result) = agent.execute(&payload, place, slot).await {
-                    agent.report(payload.task_id, result).await;
+                    agent.report(payload.task_id, result, &origin).await;
                 }
                 held(&agent.under_way).remove(&key);
             }
-            .instrument(span),
+            .instrument(tracing::Span::current()),
         );
     }
 
     /// Sends a stored result again, unless that is under way.
-    pub(super) fn spawn_report(self: &Arc<Self>, task_id: Uuid, result: TaskResult) {
+    pub(super) fn spawn_report(self: &Arc<Self>, task_id: Uuid, result: TaskResult, origin: Origin) {
         let key = (task_id, result.attempt);
         if held(&self.under_way).insert(key, Stage::Reporting).is_some() {
             return;
@@ -104,7 +107,7 @@ impl Agent {
         let agent = Arc::clone(self);
         self.tasks.spawn(
             async move {
-                agent.report(task_id, result).await;
+                agent.report(task_id, result, &origin).await;
                 held(&agent.under_way).remove(&key);
             }
             .instrument(tracing::Span::current()),
@@ -112,16 +115,19 @@ impl Agent {
     }
 
     /// Says of a task that must not happen twice that nobody knows whether it happened.
-    pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload) {
+    pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
         let failure = Failure::new("outcome_unknown", "the agent ended while the task was under way");
         let now = Utc::now();
         let result = outcome(&payload, Err(failure), now, now);
         let agent = Arc::clone(self);
-        self.tasks.spawn(async move {
-            if agent.write(Line::Done { task_id: payload.task_id, result: result.clone() }).await {
-                agent.spawn_report(payload.task_id, result);
+        self.tasks.spawn(
+            async move {
+                if agent.write(Line::Done { task_id: payload.task_id, result: result.clone() }).await {
+                    agent.spawn_report(payload.task_id, result, origin);
+                }
             }
-        });
+            .instrument(tracing::Span::current()),
+        );
     }
 
     async fn execute(
@@ -195,12 +201,12 @@ impl Agent {
     }
 
     /// Sends the result until it is recorded, or refused for good.
-    async fn report(&self, task_id: Uuid, result: TaskResult) {
+    async fn report(&self, task_id: Uuid, result: TaskResult, origin: &Origin) {
         let attempt = result.attempt;
         let mut backoff = Backoff::new(BACKOFF_BASE, REPORT_BACKOFF_MAX);
         let ended = loop {
             let answer = tokio::select! {
-                answer = async { self.api().post_result(task_id, &result).await } => answer,
+                answer = async { self.api().post_result(task_id, &result, origin).await } => answer,
                 // A result that is on its way gets a last moment; what fails then waits in the journal.
                 () = self.stopped_for(Duration::from_secs(2)) => return,
             };

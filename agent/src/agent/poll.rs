@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
-use tracing::{Instrument as _, error, info, info_span, warn};
-use wire::task::{OpenError, SignatureError, TaskPayload, TaskRefused, open};
+use telemetry::Trace;
+use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
+use wire::task::{OpenError, Origin, SignatureError, TaskPayload, TaskRefused, open};
 
 use super::{Agent, BACKOFF_BASE, Fatal, held};
 use crate::api::Received;
@@ -94,11 +95,16 @@ impl Agent {
                 return Gain::Nothing;
             }
         };
-        let span = span_of(&payload, correlation_id);
-        self.take_verified(payload, slot).instrument(span).await
+        let (span, origin) = scope_of(&payload, correlation_id);
+        self.take_verified(payload, origin, slot).instrument(span).await
     }
 
-    async fn take_verified(self: &Arc<Self>, payload: TaskPayload, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
+    async fn take_verified(
+        self: &Arc<Self>,
+        payload: TaskPayload,
+        origin: Origin,
+        slot: tokio::sync::OwnedSemaphorePermit,
+    ) -> Gain {
         if let Err(refused) = payload.check(self.config.node_id, Utc::now()) {
             let error = chain(&refused);
             match refused {
@@ -116,7 +122,7 @@ impl Agent {
         match plan(attempt, payload.task.is_idempotent(), record.as_ref(), under_way) {
             Plan::Execute => match self.journal.append(Line::Accepted { payload: payload.clone() }).await {
                 Ok(()) => {
-                    self.spawn_execution(payload, Some(slot));
+                    self.spawn_execution(payload, origin, Some(slot));
                     Gain::Task
                 }
                 Err(error) => self.lose_journal(error),
@@ -127,7 +133,7 @@ impl Agent {
             }
             Plan::Resend(result) => {
                 info!("the task was done before: sending its result again");
-                self.spawn_report(task_id, result);
+                self.spawn_report(task_id, result, origin);
                 Gain::Nothing
             }
             Plan::Stale { begun } => {
@@ -136,7 +142,7 @@ impl Agent {
             }
             Plan::OutcomeUnknown => {
                 error!(error_code = "outcome_unknown", "the task began in an earlier life and must not happen twice");
-                self.spawn_unknown_outcome(payload);
+                self.spawn_unknown_outcome(payload, origin);
                 Gain::Task
             }
         }
@@ -148,22 +154,29 @@ impl Agent {
     }
 }
 
-pub(super) fn span_of(payload: &TaskPayload, correlation_id: &str) -> tracing::Span {
-    let span = info_span!(
+/// The span of a task, and what goes back with its result: the request that the task says it goes back to, in a span of the
+/// agent's own. `correlation_id`: that of the answer it came in, for a control plane that does not say.
+pub(super) fn scope_of(payload: &TaskPayload, correlation_id: &str) -> (Span, Origin) {
+    let said = payload.origin.as_ref();
+    let trace = said.and_then(|said| Trace::parse(said.traceparent.as_deref()?)).map(Trace::child);
+    let origin = Origin {
+        correlation_id: said.map_or_else(|| correlation_id.to_owned(), |said| said.correlation_id.clone()),
+        traceparent: trace.map(Trace::traceparent),
+        tracestate: said.and_then(|said| said.tracestate.clone()),
+    };
+    let allocation_id = payload.task.allocation_id();
+    let span = error_span!(
         "task",
         task_id = %payload.task_id,
         attempt = payload.attempt,
         task_type = payload.task.kind(),
-        correlation_id = tracing::field::Empty,
-        allocation_id = tracing::field::Empty,
+        correlation_id = origin.correlation_id,
+        trace_id = trace.map(|trace| field::display(trace.trace_id())),
+        span_id = trace.map(|trace| field::display(trace.span_id())),
+        allocation_id = allocation_id.map(field::display),
+        resource_name = allocation_id.map(|id| field::display(format!("allocation/{id}"))),
     );
-    if !correlation_id.is_empty() {
-        span.record("correlation_id", correlation_id);
-    }
-    if let Some(allocation_id) = payload.task.allocation_id() {
-        span.record("allocation_id", tracing::field::display(allocation_id));
-    }
-    span
+    (span, origin)
 }
 
 fn code_of(error: &OpenError) -> &'static str {

@@ -122,7 +122,15 @@ impl Fake {
     pub fn payload(&self, task: Task) -> TaskPayload {
         let issued_at = Utc::now();
         let expires_at = issued_at + TimeDelta::minutes(5);
-        TaskPayload { node_id: self.node_id, task_id: Uuid::now_v7(), attempt: 1, issued_at, expires_at, task }
+        TaskPayload {
+            node_id: self.node_id,
+            task_id: Uuid::now_v7(),
+            attempt: 1,
+            issued_at,
+            expires_at,
+            origin: None,
+            task,
+        }
     }
 
     /// The first simulated GPU, as the agent's own inventory names it.

@@ -26,7 +26,20 @@ pub struct TaskPayload {
     pub issued_at: DateTime<Utc>,
     /// From this moment on the agent does not begin the task.
     pub expires_at: DateTime<Utc>,
+    /// The request that the task goes back to; absent from control planes that do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
     pub task: Task,
+}
+
+/// What the agent logs of a task and sends back with its result: correlation id and trace (W3C Trace Context).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    pub correlation_id: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracestate: Option<String>,
 }
 
 /// The work itself.
@@ -237,6 +250,7 @@ mod tests {
             attempt: 1,
             issued_at,
             expires_at: issued_at + TimeDelta::minutes(10),
+            origin: None,
             task: Task::Validate {},
         }
     }

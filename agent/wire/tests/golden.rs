@@ -84,7 +84,15 @@ fn verifier_set() -> VerifierSet {
 }
 
 fn payload(task: Task) -> TaskPayload {
-    TaskPayload { node_id: id(1), task_id: id(2), attempt: 1, issued_at: at(0), expires_at: at(600), task }
+    TaskPayload {
+        node_id: id(1),
+        task_id: id(2),
+        attempt: 1,
+        issued_at: at(0),
+        expires_at: at(600),
+        origin: None,
+        task,
+    }
 }
 
 fn report() -> CleanupReport {
@@ -208,6 +216,16 @@ fn release_payload() {
 #[test]
 fn validate_payload() {
     golden!(payload(Task::Validate {}));
+}
+
+#[test]
+fn payload_with_its_origin() {
+    let origin = wire::task::Origin {
+        correlation_id: "job-17".into(),
+        traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
+        tracestate: Some("vendor=1".into()),
+    };
+    golden!(TaskPayload { origin: Some(origin), ..payload(Task::Validate {}) });
 }
 
 #[test]

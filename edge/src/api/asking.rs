@@ -226,8 +226,7 @@ impl Asking {
             ApiError::forbidden(message).because(denied)
         })?;
         let deadline = self.services.world.now() + ASK_WITHIN;
-        let traceparent = self.scope.trace.as_ref().map(crate::correlation::Trace::traceparent);
-        let asked = once(Asked::new(&permit, self.scope.correlation_id.as_str(), deadline).traced(traceparent));
+        let asked = once(self.scope.asked(&permit, deadline));
         let asked = if self.urgent { asked.urgently() } else { asked };
         Ok(self.services.directory.ask::<M>(&permit, id, command, asked).await)
     }

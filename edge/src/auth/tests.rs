@@ -432,7 +432,10 @@ async fn routes_answer_401_with_a_challenge_and_403_to_those_who_are_no_admin() 
         .route("/me", get(|caller: Caller| async move { caller.user_id }))
         .route("/admin", get(|Admin(caller): Admin| async move { caller.user_id }))
         .with_state(app)
-        .layer(from_fn_with_state(Service { name: "api", tells_route: false }, request_scope));
+        .layer(from_fn_with_state(
+            crate::testing::outermost(Service { name: "api", tells_route: false }),
+            request_scope,
+        ));
     let send = |path: &str, authorization: Option<String>| {
         let mut request = Request::get(path);
         if let Some(authorization) = authorization {

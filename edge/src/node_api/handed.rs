@@ -30,8 +30,11 @@ pub(super) enum Session {
 /// What becomes of a wait, given the orders that there are.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next<'a> {
-    /// It ends with this one.
-    Hand(&'a Order),
+    /// It ends with this one; `again`: it was handed out here before.
+    Hand {
+        order: &'a Order,
+        again: bool,
+    },
     /// All are handed out; one of them is due again then.
     Later(Instant),
     Nothing,
@@ -78,11 +81,11 @@ impl Handed {
             match entries.iter_mut().find(|entry| entry.task == task) {
                 None => {
                     entries.push(Entry { task, session, at: now });
-                    return Next::Hand(order);
+                    return Next::Hand { order, again: false };
                 }
                 Some(entry) if now >= entry.again_at(session) => {
                     *entry = Entry { task, session, at: now };
-                    return Next::Hand(order);
+                    return Next::Hand { order, again: true };
                 }
                 Some(entry) => {
                     let again_at = entry.again_at(session);
@@ -125,7 +128,13 @@ mod tests {
     fn order(task: u128, attempt: u32) -> Order {
         let at = Timestamp::UNIX_EPOCH;
         Order {
-            work: Work { task_id: TaskId(Uuid::from_u128(task)), attempt, ordered_at: at, deadline_at: at },
+            work: Work {
+                task_id: TaskId(Uuid::from_u128(task)),
+                attempt,
+                ordered_at: at,
+                deadline_at: at,
+                origin: None,
+            },
             allocation_id: AllocationId(Uuid::from_u128(task)),
             placed: Placed {
                 devices: Vec::new(),
@@ -139,13 +148,21 @@ mod tests {
         }
     }
 
+    const fn handed_over(order: &Order) -> Next<'_> {
+        Next::Hand { order, again: false }
+    }
+
+    const fn handed_again(order: &Order) -> Next<'_> {
+        Next::Hand { order, again: true }
+    }
+
     #[test]
     fn an_order_is_handed_out_once_and_again_when_no_result_came() {
         let (handed, now, orders) = (Handed::default(), Instant::now(), [order(1, 1)]);
         let due = now + AGAIN_TO_THE_SAME;
-        assert_eq!(handed.next(NODE, ONE, &orders, now), Next::Hand(&orders[0]));
+        assert_eq!(handed.next(NODE, ONE, &orders, now), handed_over(&orders[0]));
         assert_eq!(handed.next(NODE, ONE, &orders, now), Next::Later(due));
-        assert_eq!(handed.next(NODE, ONE, &orders, due), Next::Hand(&orders[0]));
+        assert_eq!(handed.next(NODE, ONE, &orders, due), handed_again(&orders[0]));
         assert_eq!(handed.next(NODE, ONE, &orders, due), Next::Later(due + AGAIN_TO_THE_SAME));
     }
 
@@ -153,19 +170,19 @@ mod tests {
     fn a_new_attempt_and_another_task_do_not_wait_for_the_one_that_runs() {
         let (handed, now) = (Handed::default(), Instant::now());
         let orders = [order(1, 1), order(2, 1)];
-        assert_eq!(handed.next(NODE, ONE, &orders, now), Next::Hand(&orders[0]));
-        assert_eq!(handed.next(NODE, ONE, &orders, now), Next::Hand(&orders[1]));
+        assert_eq!(handed.next(NODE, ONE, &orders, now), handed_over(&orders[0]));
+        assert_eq!(handed.next(NODE, ONE, &orders, now), handed_over(&orders[1]));
         let again = [order(1, 2), order(2, 1)];
-        assert_eq!(handed.next(NODE, ONE, &again, now), Next::Hand(&again[0]));
+        assert_eq!(handed.next(NODE, ONE, &again, now), handed_over(&again[0]));
     }
 
     #[test]
     fn a_new_life_of_the_agent_gets_the_order_at_once_but_two_of_them_do_not_spin() {
         let (handed, now, orders) = (Handed::default(), Instant::now(), [order(1, 1)]);
-        assert_eq!(handed.next(NODE, ONE, &orders, now), Next::Hand(&orders[0]));
+        assert_eq!(handed.next(NODE, ONE, &orders, now), handed_over(&orders[0]));
         let soon = now + AGAIN_TO_ANOTHER;
         assert_eq!(handed.next(NODE, OTHER, &orders, now), Next::Later(soon));
-        assert_eq!(handed.next(NODE, OTHER, &orders, soon), Next::Hand(&orders[0]));
+        assert_eq!(handed.next(NODE, OTHER, &orders, soon), handed_again(&orders[0]));
     }
 
     #[test]

@@ -17,11 +17,12 @@ use axum::extract::{ConnectInfo, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use domain::NodeId;
-use domain::node::{Command, Reply};
+use domain::node::{Command, Reply, What};
 use serde::Deserialize;
 use std::time::Duration;
+use telemetry::Trace;
 use tokio::time::Instant;
-use tracing::info;
+use tracing::{field, info};
 use uuid::Uuid;
 use wire::task::Envelope;
 
@@ -92,10 +93,26 @@ impl NodeApi {
         let now = self.services.world.now();
         orders.retain(|order| tasks::is_in_time(order, now));
         match self.handed.next(node_id, session, &orders, std::time::Instant::now()) {
-            Next::Hand(order) => {
+            Next::Hand { order, again } => {
                 let task = tasks::signed(&self.services.trust, node_id, order, now).map_err(ApiError::internal)?;
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);
-                info!(%task_id, attempt, allocation_id = %order.allocation_id, "task handed to the node's agent");
+                let correlation_id = order.work.origin.as_ref().map(|origin| origin.correlation_id.as_str());
+                let trace = order.work.origin.as_ref().and_then(|it| Trace::parse(it.traceparent.as_deref()?));
+                let allocation_id = order.allocation_id;
+                // The poll's own ids say nothing here: what is handed out belongs to the request that asked for it.
+                info!(
+                    %task_id,
+                    attempt,
+                    %allocation_id,
+                    resource_name = format!("allocation/{allocation_id}"),
+                    correlation_id,
+                    trace_id = trace.map(|trace| field::display(trace.trace_id())),
+                    span_id = trace.map(|trace| field::display(trace.span_id())),
+                    "task handed to the node's agent"
+                );
+                if !again && attempt == 1 && matches!(order.what, What::Provision { .. }) {
+                    self.services.figures.dispatched(allocation_id, now);
+                }
                 Ok(Found::Task(task))
             }
             Next::Later(at) => Ok(Found::Later(at.into())),

@@ -136,7 +136,7 @@ impl Cluster {
                 routes.route(&format!("/{}", group.name()), route)
             });
             let service = crate::correlation::Service { name: "api", tells_route: false };
-            crate::limits::finished(routes.with_state(services), service)
+            crate::limits::finished(routes.with_state(services), crate::testing::outermost(service))
         };
         let routers = [router(owner, &Registry::new()), router(other, &registry)];
         Self { wire, routers, policy, registry }

@@ -45,6 +45,12 @@ impl Connections {
         self.0.by_node.get(&node_id).map_or(0, |connections| connections.len())
     }
 
+    /// How many connections all nodes have to this replica.
+    #[must_use]
+    pub fn all(&self) -> usize {
+        self.0.by_node.iter().map(|connections| connections.len()).sum()
+    }
+
     /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its slot,
     /// for as long as it exists.
     pub(crate) fn watch<T>(&self, node_id: Option<Uuid>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {

@@ -49,7 +49,7 @@ impl Job {
     }
 
     fn into_rows(self, rows: &mut Vec<OutboxRow>) {
-        let Commit { outbox, audit, shard, epoch, correlation_id, traceparent, at, .. } = self.commit;
+        let Commit { outbox, audit, shard, epoch, correlation_id, traceparent, tracestate, at, .. } = self.commit;
         let first = self.seq + 1 + count(audit.len());
         for (n, (id, event)) in outbox.into_iter().enumerate() {
             rows.push(OutboxRow {
@@ -60,12 +60,16 @@ impl Job {
                 event,
                 correlation_id: correlation_id.clone(),
                 traceparent: traceparent.clone(),
+                tracestate: tracestate.clone(),
                 created_at: at,
             });
         }
         let _ = self.answer.send(Outcome::Applied);
     }
 }
+
+/// Of a batch's requests, so many are named in a line of log.
+const NAMED: usize = 16;
 
 /// A row that is written beside a transition.
 struct Beside<'a, T> {
@@ -138,6 +142,12 @@ impl Batch {
         }
     }
 
+    /// For the log: the requests that its transitions go back to, the first few of them.
+    pub(super) fn correlation_ids(&self) -> String {
+        let ids: BTreeSet<&str> = self.jobs.iter().map(|job| job.commit.correlation_id.as_str()).collect();
+        ids.into_iter().take(NAMED).collect::<Vec<_>>().join(" ")
+    }
+
     /// Runs the statement.
     pub(super) async fn write(
         &self,
@@ -185,6 +195,7 @@ impl Batch {
             .bind(self.events().map(|told| told.row.1.subject()).bind_iter())
             .bind(self.events().map(|told| told.json).bind_iter())
             .bind(self.resting().bind_iter())
+            .bind(self.each(|job| job.commit.tracestate.as_deref()).bind_iter())
             .fetch_all(connection)
             .await
     }

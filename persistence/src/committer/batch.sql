@@ -9,12 +9,12 @@ WITH item AS MATERIALIZED (
         $3::uuid[], $4::text[], $5::smallint[], $6::bigint[], $7::bigint[], $8::bigint[], $9::text[], $10::text[],
         $11::text[], $12::text[], $13::uuid[], $14::text[], $15::timestamptz[], $16::timestamptz[], $17::text[],
         $18::timestamptz[], $19::text[], $20::uuid[], $21::bytea[], $22::text[], $23::uuid[], $24::text[], $25::text[],
-        $26::text[], $27::text[]
+        $26::text[], $27::text[], $40::text[]
     ) WITH ORDINALITY AS item (
         id, kind, shard, epoch, seq, expected, body, from_state,
         to_state, owner, sku, unique_name, wake_at, deadline_at, reason,
         at, command, command_id, digest, reply, consumes, why, actor,
-        correlation_id, traceparent, ord
+        correlation_id, traceparent, tracestate, ord
     )
 ),
 held AS MATERIALIZED (
@@ -46,7 +46,7 @@ created AS (
 ),
 passed AS MATERIALIZED (
     SELECT id, kind, shard, epoch, seq, expected, from_state, to_state, wake_at, deadline_at, reason, at, command, command_id,
-           digest, reply, consumes, why, actor, correlation_id, traceparent, ord
+           digest, reply, consumes, why, actor, correlation_id, traceparent, tracestate, ord
     FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
 ),
 history_row AS (
@@ -65,9 +65,9 @@ audit_row AS (
     JOIN passed ON passed.ord = said.ord
 ),
 outbox_row AS (
-    INSERT INTO outbox (id, shard, epoch, seq, subject, event, correlation_id, traceparent, created_at)
+    INSERT INTO outbox (id, shard, epoch, seq, subject, event, correlation_id, traceparent, tracestate, created_at)
     SELECT told.id, passed.shard, passed.epoch, told.seq, told.subject, told.event::jsonb, passed.correlation_id,
-           passed.traceparent, passed.at
+           passed.traceparent, passed.tracestate, passed.at
     FROM unnest($34::bigint[], $35::uuid[], $36::bigint[], $37::text[], $38::text[])
          AS told (ord, id, seq, subject, event)
     JOIN passed ON passed.ord = told.ord

@@ -193,12 +193,22 @@ impl Worker {
             Trouble::Rule(_) | Trouble::Again(_) => {}
             Trouble::RolledBack(reason) => {
                 let reason = reason.clone();
-                tracing::warn!(reason, "a batch was rolled back");
+                tracing::warn!(
+                    reason,
+                    transitions = batch.len(),
+                    correlation_ids = batch.correlation_ids(),
+                    "a batch was rolled back"
+                );
                 self.failed(&reason);
             }
             Trouble::Unknown(reason) => {
                 let reason = reason.clone();
-                tracing::warn!(reason, transitions = batch.len(), "the fate of a batch is unknown");
+                tracing::warn!(
+                    reason,
+                    transitions = batch.len(),
+                    correlation_ids = batch.correlation_ids(),
+                    "the fate of a batch is unknown"
+                );
                 let doubtful = Some(backend.clone());
                 self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
                 self.failed(&reason);

@@ -112,7 +112,7 @@ impl Reads {
         let rows = sqlx::query(
             "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
              CROSS JOIN LATERAL (
-                 SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, created_at FROM outbox
+                 SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, tracestate, created_at FROM outbox
                  WHERE outbox.shard = mine.shard AND written_at < clock_timestamp() - make_interval(secs => $2)
                    AND id <> ALL ($4)
                  ORDER BY epoch, seq LIMIT $3
@@ -163,6 +163,7 @@ fn outbox_row(row: &PgRow) -> Result<OutboxRow, sqlx::Error> {
         event: serde_json::from_str(row.try_get("event")?).map_err(damaged)?,
         correlation_id: row.try_get("correlation_id")?,
         traceparent: row.try_get("traceparent")?,
+        tracestate: row.try_get("tracestate")?,
         created_at: row.try_get("created_at")?,
     })
 }

@@ -6,6 +6,7 @@ mod audit;
 mod cluster;
 mod commits;
 mod faults;
+mod inspect;
 mod model;
 mod postgres;
 mod reads;

@@ -145,6 +145,7 @@ pub(crate) fn create(n: u32) -> Commit {
         actor: "user:ann".to_owned(),
         correlation_id: format!("corr-{n}"),
         traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+        tracestate: Some("vendor=1".to_owned()),
         audit: vec![Audit::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         command: Some(command(None)),

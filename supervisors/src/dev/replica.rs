@@ -55,22 +55,26 @@ pub struct ReplicaSettings {
     /// How clients reach the public API, and nodes theirs: through the balancer.
     pub public_url: String,
     pub node_public_url: String,
+    /// Lets an operator read a replica's stats.
+    pub stats_token: SecretString,
     /// Further variables, which win over those that are set here.
     pub variables: Vec<(String, String)>,
 }
 
-/// The addresses of one replica's two listeners.
+/// The addresses of one replica's listeners.
 #[derive(Debug, Clone, Copy)]
 pub struct Listens {
     pub public: SocketAddr,
     pub node: SocketAddr,
+    /// In clear, for operators.
+    pub operations: SocketAddr,
 }
 
 impl Listens {
-    /// Two ports of 127.0.0.1 that were free a moment ago.
+    /// Three ports of 127.0.0.1 that were free a moment ago.
     pub fn anywhere() -> std::io::Result<Self> {
         let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
-        Ok(Self { public: port()?, node: port()? })
+        Ok(Self { public: port()?, node: port()?, operations: port()? })
     }
 }
 
@@ -104,10 +108,10 @@ impl Replica {
         self.wait_until_ready(READY_WITHIN).await
     }
 
-    /// Waits until `GET /api/v1/readyz` answers 200.
+    /// Waits until `GET /api/v1/readyz` answers 200, on the address that every process has, whatever its roles.
     pub async fn wait_until_ready(&mut self, limit: Duration) -> anyhow::Result<()> {
-        let client = super::api::https_client(&self.settings.ca_path)?;
-        let url = format!("{}/api/v1/readyz", self.public_url());
+        let client = reqwest::Client::new();
+        let url = format!("{}/api/v1/readyz", self.operations_url());
         let until = Instant::now() + limit;
         loop {
             let last = match client.get(&url).timeout(Duration::from_secs(2)).send().await {
@@ -137,6 +141,11 @@ impl Replica {
 
     pub fn node_url(&self) -> String {
         format!("https://{}", self.listens.node)
+    }
+
+    /// Where its figures are.
+    pub fn operations_url(&self) -> String {
+        format!("http://{}", self.listens.operations)
     }
 
     pub fn listens(&self) -> Listens {
@@ -185,6 +194,8 @@ impl Replica {
             ("SVC_KEK_FILE", path(&settings.key_ring_path)),
             ("SVC_PUBLIC_LISTEN", self.listens.public.to_string().into()),
             ("SVC_NODE_LISTEN", self.listens.node.to_string().into()),
+            ("SVC_OPERATIONS_LISTEN", self.listens.operations.to_string().into()),
+            ("INTERNAL_STATS_TOKEN", settings.stats_token.expose_secret().into()),
             ("SVC_PUBLIC_URL", settings.public_url.clone().into()),
             ("SVC_NODE_PUBLIC_URL", settings.node_public_url.clone().into()),
             ("SVC_TLS_CERT_PATH", path(&settings.certificate.certificate_path)),

@@ -23,7 +23,9 @@ use futures::{FutureExt, StreamExt};
 use persistence::{Outbox, OutboxRow, Reads};
 use std::sync::Arc;
 use std::time::Duration;
+use telemetry::Trace;
 use tokio::sync::mpsc;
+use tracing::{Instrument as _, error_span, field};
 
 /// Events that are worked on at once.
 const AT_ONCE: usize = 256;
@@ -61,6 +63,7 @@ pub struct Heard {
     pub event: Event,
     pub correlation_id: String,
     pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
 }
 
 /// What became of an event.
@@ -86,8 +89,33 @@ impl Reactor {
         Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, permit })
     }
 
-    /// Asks what follows from an event.
+    /// Asks what follows from an event, in the scope of the request that led to it.
     pub async fn react(&self, heard: &Heard) -> Effect {
+        let trace = heard.traceparent.as_deref().and_then(Trace::parse).map(Trace::child);
+        let span = error_span!(
+            "event",
+            correlation_id = heard.correlation_id,
+            trace_id = trace.map(|trace| field::display(trace.trace_id())),
+            span_id = trace.map(|trace| field::display(trace.span_id())),
+            otel.parent = trace.and_then(Trace::parent_to_export),
+            resource_name = %heard.event.about(),
+            event.id = %heard.id,
+            event.subject = heard.event.subject(),
+        );
+        // What follows belongs below this span.
+        let heard = Heard { traceparent: trace.map(Trace::traceparent), ..heard.clone() };
+        async {
+            let effect = self.follow(&heard).await;
+            if let Effect::Later { why } = &effect {
+                tracing::info!(why, "an event's effect has to wait");
+            }
+            effect
+        }
+        .instrument(span)
+        .await
+    }
+
+    async fn follow(&self, heard: &Heard) -> Effect {
         match heard.event.reaction() {
             // The row goes when the broker has acknowledged the event (`workers::relay`).
             Reaction::Nothing => Effect::Settled,
@@ -108,10 +136,7 @@ impl Reactor {
             // Carried out before, or nothing had to change: nothing else takes the row away.
             Ok(_) | Err(AskError::AlreadyDone) => self.settle(heard).await,
             Err(AskError::Rejected(rejection)) => {
-                tracing::warn!(
-                    event.id = %heard.id, event.subject = heard.event.subject(), correlation_id = %heard.correlation_id,
-                    "what follows from the event was refused: {rejection}"
-                );
+                tracing::warn!("what follows from the event was refused: {rejection}");
                 self.settle(heard).await
             }
             Err(error) => Effect::Later { why: error.to_string() },
@@ -120,7 +145,7 @@ impl Reactor {
 
     pub(super) fn asked(&self, heard: &Heard) -> Asked {
         Asked::new(&self.permit, heard.correlation_id.clone(), Utc::now() + PATIENCE)
-            .traced(heard.traceparent.clone())
+            .traced(heard.traceparent.clone(), heard.tracestate.clone())
             // Sagas under way come before new requests: they are what frees capacity.
             .urgently()
     }
@@ -140,7 +165,7 @@ impl Reactor {
         let context = jetstream::new(bus.client().clone());
         make_streams(&context).await?;
         let stream_of = context.get_stream(stream.name()).await?;
-        let name = format!("{}-reactions", stream.name().to_lowercase());
+        let name = consumer_name(stream);
         let config = pull::Config {
             durable_name: Some(name.clone()),
             ack_policy: AckPolicy::Explicit,
@@ -167,10 +192,7 @@ impl Reactor {
             None => AckKind::Term,
             Some(heard) => match self.react(&heard).await {
                 Effect::Settled => AckKind::Ack,
-                Effect::Later { why } => {
-                    tracing::info!(event.id = %heard.id, why, "an event's effect has to wait");
-                    AckKind::Nak(Some(Duration::from_millis(250)))
-                }
+                Effect::Later { .. } => AckKind::Nak(Some(Duration::from_millis(250))),
             },
         };
         // An acknowledgement that is lost costs a redelivery, which does nothing twice.
@@ -218,16 +240,30 @@ impl Reactor {
             }
             return false;
         }
-        let heard =
-            Heard { id: row.id, event: row.event, correlation_id: row.correlation_id, traceparent: row.traceparent };
+        let heard = Heard {
+            id: row.id,
+            event: row.event,
+            correlation_id: row.correlation_id,
+            traceparent: row.traceparent,
+            tracestate: row.tracestate,
+        };
         match self.react(&heard).await {
             Effect::Settled => true,
             Effect::Later { why } => {
-                tracing::warn!(event.id = %heard.id, event.subject = heard.event.subject(), why, "an event's effect is overdue");
+                tracing::warn!(
+                    correlation_id = heard.correlation_id, resource_name = %heard.event.about(), event.id = %heard.id,
+                    event.subject = heard.event.subject(), why, "an event's effect is overdue"
+                );
                 false
             }
         }
     }
+}
+
+/// The durable consumer that turns a stream's events into commands.
+#[must_use]
+pub fn consumer_name(stream: Stream) -> String {
+    format!("{}-reactions", stream.name().to_lowercase())
 }
 
 fn heard_in(message: &Message) -> Option<Heard> {
@@ -244,11 +280,12 @@ fn heard_in(message: &Message) -> Option<Heard> {
             return None;
         }
     };
-    let traceparent = message.headers.as_ref().and_then(|headers| headers.get("traceparent"));
+    let header = |name: &str| message.headers.as_ref()?.get(name).map(|value| value.as_str().to_owned());
     Some(Heard {
         id: event.id,
         event: event.data,
         correlation_id: event.correlationid,
-        traceparent: traceparent.map(|value| value.as_str().to_owned()),
+        traceparent: header("traceparent"),
+        tracestate: header("tracestate"),
     })
 }

@@ -90,10 +90,16 @@ async fn settle(outbox: Outbox, settled: Vec<EventId>) {
 async fn publish(context: &jetstream::Context, row: OutboxRow, acknowledgements: &mut JoinSet<Option<EventId>>) {
     let (id, may_go) = (row.id, row.event.reaction() == Reaction::Nothing);
     let sent = context.publish_with_headers(row.event.subject(), headers(&row), cloud_event(&row).into()).await;
+    let lost = move |error: &dyn std::fmt::Display, what: &str| {
+        tracing::warn!(
+            correlation_id = row.correlation_id, resource_name = %row.event.about(), event.id = %id, %error,
+            "an event was not {what}; the poll finds it"
+        );
+    };
     let acknowledgement = match sent {
         Ok(acknowledgement) => acknowledgement,
         Err(error) => {
-            tracing::warn!(%error, event.id = %id, "an event was not published; the poll finds it");
+            lost(&error, "published");
             return;
         }
     };
@@ -101,7 +107,7 @@ async fn publish(context: &jetstream::Context, row: OutboxRow, acknowledgements:
         match acknowledgement.await {
             Ok(_) => may_go.then_some(id),
             Err(error) => {
-                tracing::warn!(%error, event.id = %id, "an event was not acknowledged; the poll finds it");
+                lost(&error, "acknowledged");
                 None
             }
         }
@@ -116,6 +122,9 @@ pub fn headers(row: &OutboxRow) -> HeaderMap {
     headers.insert("x-correlation-id", row.correlation_id.as_str());
     if let Some(traceparent) = &row.traceparent {
         headers.insert("traceparent", traceparent.as_str());
+    }
+    if let Some(tracestate) = &row.tracestate {
+        headers.insert("tracestate", tracestate.as_str());
     }
     headers
 }
@@ -179,6 +188,7 @@ mod tests {
             event: Event::AllocationRequested { allocation_id: AllocationId(Uuid::from_u128(2)) },
             correlation_id: "abc".to_owned(),
             traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+            tracestate: Some("vendor=1".to_owned()),
             created_at: Timestamp::UNIX_EPOCH,
         };
         let event: serde_json::Value = serde_json::from_str(&cloud_event(&row)).unwrap();
@@ -198,5 +208,6 @@ mod tests {
         assert_eq!(headers.get("Nats-Msg-Id").unwrap().as_str(), "00000000-0000-0000-0000-000000000001");
         assert_eq!(headers.get("x-correlation-id").unwrap().as_str(), "abc");
         assert!(headers.get("traceparent").is_some());
+        assert_eq!(headers.get("tracestate").unwrap().as_str(), "vendor=1");
     }
 }

@@ -12,6 +12,7 @@ use futures::future::BoxFuture;
 use persistence::Reads;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
 /// How late a deadline may fire.
@@ -65,19 +66,26 @@ impl Visitor for Tick {
     fn visit<M: Machine>(self) -> Self::Output {
         let Self { host, permit, entity } = self;
         async move {
-            let asked = Asked::new(&permit, "timer", Utc::now() + TimeDelta::seconds(5)).urgently();
-            match host.ask::<M>(entity.id, M::tick(), asked).await {
-                // One that stays as it is stays due, and is not to be asked at every turn.
-                Ok(answered) => answered.written,
-                // Shards that left are another's to wake.
-                Err(AskError::NotOwner) => true,
-                // Shown as such.
-                Err(AskError::Parked { .. }) => false,
-                Err(error) => {
-                    tracing::info!(entity = %entity, "a due entity could not be woken: {error}");
-                    false
+            // What a deadline causes is followed by an id of its own.
+            let correlation_id = format!("timer-{}", Uuid::now_v7());
+            let span = error_span!("timer", correlation_id, resource_name = %entity);
+            let asked = Asked::new(&permit, correlation_id, Utc::now() + TimeDelta::seconds(5)).urgently();
+            async {
+                match host.ask::<M>(entity.id, M::tick(), asked).await {
+                    // One that stays as it is stays due, and is not to be asked at every turn.
+                    Ok(answered) => answered.written,
+                    // Shards that left are another's to wake.
+                    Err(AskError::NotOwner) => true,
+                    // Shown as such.
+                    Err(AskError::Parked { .. }) => false,
+                    Err(error) => {
+                        tracing::info!("a due entity could not be woken: {error}");
+                        false
+                    }
                 }
             }
+            .instrument(span)
+            .await
         }
         .boxed()
     }

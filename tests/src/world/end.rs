@@ -26,7 +26,7 @@ impl World {
     ///
     /// # Panics
     /// Where an event has no effect, an entity is parked, a GPU is held twice, a process does not end in order, or a log holds an
-    /// undeclared ERROR or a secret.
+    /// undeclared ERROR, a secret or a line that is not as specified.
     pub async fn end(mut self) {
         self.expect_settled().await;
         self.expect_nothing_parked().await;
@@ -118,6 +118,8 @@ impl World {
             let declared = |line: &&str| self.declared.errors.iter().any(|text| line.contains(text.as_str()));
             let undeclared: Vec<_> = log.errors().into_iter().filter(|line| !declared(line)).collect();
             assert!(undeclared.is_empty(), "{} logged what nobody declared:\n{}", log.name, undeclared.join("\n"));
+            let flawed = log.flawed();
+            assert!(flawed.is_empty(), "{} logged lines that are not as specified:\n{}", log.name, flawed.join("\n"));
         }
         let secrets = self.secrets.iter().cloned().chain(self.keys_of_agents());
         let logs = logs::read(&self.log_folders());

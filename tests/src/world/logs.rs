@@ -43,9 +43,81 @@ impl Log {
     }
 }
 
+impl Log {
+    /// Lines that lack what the specification asks of them (*Observability surface*), and what it is.
+    pub(super) fn flawed(&self) -> Vec<String> {
+        let lines = self.text.lines().filter_map(|line| Some((line, serde_json::from_str::<Value>(line).ok()?)));
+        lines.filter_map(|(line, event)| Some(format!("{}: {line}", flaw(&event)?))).collect()
+    }
+}
+
+/// What every line inside a scope carries, `null` where there is nothing to say.
+const IN_SCOPE: [&str; 6] = ["trace_id", "span_id", "org_id", "project_id", "error_code", "resource_name"];
+
+fn flaw(event: &Value) -> Option<String> {
+    let text = |name: &str| event[name].as_str().unwrap_or_default();
+    if chrono::DateTime::parse_from_rfc3339(text("timestamp")).is_err() {
+        return Some("no timestamp".to_owned());
+    }
+    if !["ERROR", "WARN", "INFO", "DEBUG", "TRACE"].contains(&text("level")) {
+        return Some("no level".to_owned());
+    }
+    if let Some(name) = ["service", "message", "target"].into_iter().find(|name| text(name).is_empty()) {
+        return Some(format!("no {name}"));
+    }
+    if text("service") == "node-agent"
+        && let Some(name) = ["host_role", "host_name", "node_id"].into_iter().find(|name| text(name).is_empty())
+    {
+        return Some(format!("no {name}"));
+    }
+    let is_hex = |name: &str, len: usize| {
+        event[name].is_null() || text(name).len() == len && text(name).bytes().all(|byte| byte.is_ascii_hexdigit())
+    };
+    if !is_hex("trace_id", 32) || !is_hex("span_id", 16) {
+        return Some("an id that is none".to_owned());
+    }
+    // A login that failed is looked at, whatever the filter of the day.
+    if event["http.status"] == 401 && (text("level") != "WARN" || text("error_code").is_empty()) {
+        return Some("a 401 that is no WARN with its code".to_owned());
+    }
+    // Outside a scope nothing more is asked.
+    event.get("correlation_id")?;
+    let lacks =
+        IN_SCOPE.into_iter().find(|name| event.get(name).is_none_or(|value| !value.is_null() && !value.is_string()));
+    if text("correlation_id").is_empty() {
+        Some("no correlation_id".to_owned())
+    } else {
+        lacks.map(|name| format!("no {name}"))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_line_is_flawed_that_lacks_a_field_of_the_specification() {
+        let whole = json!({
+            "timestamp": "2026-11-21T08:00:00.000000Z", "level": "WARN", "service": "api", "target": "edge", "message": "no",
+            "correlation_id": "c", "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": null, "org_id": null,
+            "project_id": "p", "error_code": "unauthenticated", "resource_name": null, "http.status": 401,
+        });
+        assert_eq!(flaw(&whole), None);
+        for name in
+            ["timestamp", "level", "service", "message", "trace_id", "span_id", "org_id", "project_id", "error_code"]
+        {
+            let mut line = whole.clone();
+            line.as_object_mut().unwrap().remove(name);
+            assert!(flaw(&line).is_some(), "{name}");
+        }
+        for (name, bad) in [("level", "INFO"), ("trace_id", "4bf9"), ("correlation_id", ""), ("service", "node-agent")]
+        {
+            let mut line = whole.clone();
+            line[name] = json!(bad);
+            assert!(flaw(&line).is_some(), "{name}");
+        }
+    }
 
     #[test]
     fn an_error_is_a_line_of_that_level_or_no_structured_line_at_all() {

@@ -125,6 +125,7 @@ impl Plan {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
+            stats_token: files::random_hex(32).into(),
             variables: self.variables.clone(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
@@ -153,6 +154,7 @@ impl Plan {
             Ok(Client::new(ca, &settings.public_url, Some(token.expose_secret().to_owned())))
         };
         let (admin, user, other_user) = (caller("admin")?, caller("user")?, caller("user2")?);
+        secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -171,6 +173,7 @@ impl Plan {
             user,
             other_user,
             agent_settings,
+            stats_token: settings.stats_token.expose_secret().to_owned(),
             settings,
             logs,
             declared: Declared::default(),

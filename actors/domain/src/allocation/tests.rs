@@ -87,7 +87,16 @@ struct Story {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx { now, policy, by, correlation_id: "c", seed: 7, id: Uuid::from_u128(0x1), version: 1 }
+    Ctx {
+        now,
+        policy,
+        by,
+        correlation_id: "c",
+        trace: crate::machine::Trace::default(),
+        seed: 7,
+        id: Uuid::from_u128(0x1),
+        version: 1,
+    }
 }
 
 fn asked_for(request: Request) -> Story {

@@ -6,7 +6,7 @@ use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
-use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::machine::{Ctx, Effect, Origin, Step, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -72,6 +72,9 @@ pub struct Work {
     pub attempt: u32,
     pub ordered_at: Timestamp,
     pub deadline_at: Timestamp,
+    /// The request that it goes back to: the agent's log lines and its report belong to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
 }
 
 /// Work as the edge signs it for the agent.
@@ -223,7 +226,13 @@ impl Node {
         };
         match self.holds.get(&allocation_id).map(|hold| &hold.phase) {
             Some(HoldPhase::Reserved) if self.in_service() => {
-                let work = Work { task_id: TaskId(ctx.new_id(0)), attempt: 1, ordered_at: ctx.now, deadline_at };
+                let work = Work {
+                    task_id: TaskId(ctx.new_id(0)),
+                    attempt: 1,
+                    ordered_at: ctx.now,
+                    deadline_at,
+                    origin: Some(ctx.origin()),
+                };
                 self.with_phase(allocation_id, HoldPhase::Provisioning { work }, "the tenant is to be set up")
                     .effect(Effect::WakeNode(self.id))
             }
@@ -270,7 +279,7 @@ impl Node {
                 TaskId(ctx.new_id(0))
             }
         };
-        let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at };
+        let work = Work { task_id, attempt, ordered_at: ctx.now, deadline_at, origin: Some(ctx.origin()) };
         let mut step = self
             .with_phase(
                 allocation_id,
@@ -328,7 +337,13 @@ impl Node {
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => Work { attempt, ..work.clone() },
             // The order of that attempt is still on its way.
             HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
-                Work { task_id: TaskId(ctx.new_id(0)), attempt, ordered_at: ctx.now, deadline_at: ctx.now }
+                Work {
+                    task_id: TaskId(ctx.new_id(0)),
+                    attempt,
+                    ordered_at: ctx.now,
+                    deadline_at: ctx.now,
+                    origin: Some(ctx.origin()),
+                }
             }
         };
         Some(HoldPhase::ReleaseFailed { work })
@@ -372,7 +387,7 @@ impl Node {
                 (TaskId(ctx.new_id(0)), 1)
             }
         };
-        Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC }
+        Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC, origin: Some(ctx.origin()) }
     }
 
     /// The work that waits for the agent, oldest first.

@@ -175,7 +175,16 @@ struct Story {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx { now, policy, by, correlation_id: "c", seed: 7, id: NODE.0, version: 3 }
+    Ctx {
+        now,
+        policy,
+        by,
+        correlation_id: "c",
+        trace: crate::machine::Trace::default(),
+        seed: 7,
+        id: NODE.0,
+        version: 3,
+    }
 }
 
 fn register(registration: Registration) -> Result<Step<Node>, Rejection> {

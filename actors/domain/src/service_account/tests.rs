@@ -28,6 +28,7 @@ fn decide_by(
         policy: &policy,
         by,
         correlation_id: "c",
+        trace: crate::machine::Trace::default(),
         seed,
         id: Uuid::from_u128(7),
         version: 1,

@@ -66,7 +66,16 @@ mod tests {
             .unwrap();
         let by = Principal::system("test");
         let now = Timestamp::UNIX_EPOCH + TimeDelta::seconds(second);
-        let ctx = Ctx { now, policy: &policy, by: &by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1 };
+        let ctx = Ctx {
+            now,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            trace: crate::machine::Trace::default(),
+            seed: 1,
+            id: Uuid::nil(),
+            version: 1,
+        };
         let there = there.iter().map(|n| id(*n)).collect();
         let scopes = AskedScopes { org_id: None, project_id: None, plan: None };
         let command = Command::ExpectAccount { user_id: "ann".into(), account: id(account), there, scopes };

@@ -128,6 +128,7 @@ impl World {
             policy: &self.policy,
             by,
             correlation_id: "saga",
+            trace: domain::machine::Trace::default(),
             seed,
             id,
             version: i64::from(state.is_some()),

@@ -61,7 +61,16 @@ fn survives<M: Machine>(
 /// What `command` makes of `state`.
 fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, id: Uuid) -> (M, M::Reply) {
     let policy = PolicyBook::default();
-    let ctx = Ctx { now: at(), policy: &policy, by, correlation_id: "c", seed: 5, id, version: 0 };
+    let ctx = Ctx {
+        now: at(),
+        policy: &policy,
+        by,
+        correlation_id: "c",
+        trace: domain::machine::Trace::default(),
+        seed: 5,
+        id,
+        version: 0,
+    };
     let step = M::decide(state, command, &ctx).unwrap();
     (step.next.unwrap(), step.reply)
 }
@@ -254,7 +263,7 @@ fn of_a_node() {
     let token = Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
     node.inventory = Some(inventory());
-    let work = Work { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at() };
+    let work = Work { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at(), origin: None };
     let order = |what| Order { work: work.clone(), allocation_id: TENANT, placed: placed(), sku: "h100".into(), what };
     let hold = node::Hold {
         placed: placed(),
@@ -406,7 +415,10 @@ fn of_a_scopes_policy_values() {
 #[test]
 fn of_whoever_asks() {
     let permit = authorize(&user("ann", &[Role::User, Role::Admin]), Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", at()).once(key("k")).urgently().traced(Some("00-trace".into()));
+    let asked = Asked::new(&permit, "c", at())
+        .once(key("k"))
+        .urgently()
+        .traced(Some("00-trace".into()), Some("vendor=1".to_owned()));
     let bytes = serde_json::to_vec(&asked).unwrap();
     let back: Asked = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(format!("{back:?}"), format!("{asked:?}"));

@@ -97,7 +97,7 @@ impl TaskView {
             HoldPhase::ReleaseFailed { work } => ("allocation.release", TaskState::Failed, work),
             HoldPhase::Reserved | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => return None,
         };
-        let Work { task_id, attempt, ordered_at, deadline_at } = work.clone();
+        let Work { task_id, attempt, ordered_at, deadline_at, .. } = *work;
         Some(Self {
             task_id: task_id.0,
             task_type,

@@ -181,10 +181,10 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
         match who.as_str() {
             // Nobody's access token opens these; what does, is tested with them.
             "Client" => assert_eq!(statuses, [415; 5], "{route}"),
-            "Internal" => assert_eq!(statuses, [401; 5], "{route}"),
             "Anyone" => assert!(!statuses.iter().any(|status| refused(*status)), "{route}"),
             "User" => assert_eq!(statuses.map(refused), [true, true, true, false, false], "{route}"),
             "Admin" => assert_eq!(statuses.map(refused), [true, true, true, true, false], "{route}"),
+            "Internal" => assert_eq!(statuses, [401; 5], "{route}"),
             other => panic!("{other}"),
         }
     }
@@ -215,6 +215,21 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
     let details = refused.refused(429, "rate_limited");
     assert_eq!(details["policy_key"], "rate_limit.api_requests_per_minute");
     assert_eq!(refused.headers["retry-after"], details["retry_after_seconds"].to_string().as_str());
+}
+
+#[tokio::test]
+async fn a_process_s_stats_are_for_who_has_the_operator_s_token() {
+    let world = World::new().await;
+    let stats = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).send().await;
+    assert_eq!(stats.is(200)["entities"]["awake"], 0);
+    world
+        .get("/api/v1/internal/stats")
+        .by(&super::world::STATS_TOKEN[1..])
+        .send()
+        .await
+        .refused(401, "unauthenticated");
+    let twice = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).by(super::world::STATS_TOKEN);
+    twice.send().await.refused(401, "unauthenticated");
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::rate_limit::RateLimiter;
-use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
+use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Stats, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
@@ -52,6 +52,9 @@ use wire::keys::{KeyStatus, VerifierKey};
 use wire::{PublicKey, VerifierSet};
 use wiremock::matchers::path;
 use wiremock::{Mock, MockServer, ResponseTemplate};
+
+/// The operator's token.
+pub(super) const STATS_TOKEN: &str = "stats-stats-stats-stats-stats-stats-stats";
 
 /// What the saga makes of a request for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,6 +224,9 @@ impl World {
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
             connections: Connections::default(),
+            figures: crate::testing::figures(),
+            sampling: telemetry::Sampling::NEVER,
+            stats_token: InternalToken::new(STATS_TOKEN),
             trust: trust(),
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
@@ -566,6 +572,10 @@ impl Runtime for Reported {
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         let checks = [("postgres".to_owned(), "ok".to_owned())].into();
         async { Readiness { ready: true, checks } }.boxed()
+    }
+
+    fn stats(&self) -> Stats {
+        Stats::default()
     }
 
     fn metrics(&self) -> String {

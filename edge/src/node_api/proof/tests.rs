@@ -48,6 +48,7 @@ fn node() -> Node {
         policy: &PolicyBook::default(),
         by: &admin,
         correlation_id: "",
+        trace: domain::machine::Trace::default(),
         seed: 0,
         id: NODE.0,
         version: 0,
@@ -62,7 +63,7 @@ fn node() -> Node {
         last_seen_at: Timestamp::UNIX_EPOCH,
         silent_at: Timestamp::UNIX_EPOCH,
     });
-    let work = Work { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now };
+    let work = Work { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
     let placed = Placed {
         devices: Vec::new(),
         host: String::new(),

@@ -9,7 +9,7 @@ use crate::node_ca::NodeCa;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::rate_limit::RateLimiter;
-use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
+use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Stats, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
@@ -172,6 +172,9 @@ impl World {
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
             connections: connections.clone(),
+            figures: crate::testing::figures(),
+            sampling: telemetry::Sampling::NEVER,
+            stats_token: None,
             trust: Trust {
                 domain: domain.clone(),
                 node_ca,
@@ -507,6 +510,10 @@ impl Runtime for NoRuntime {
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         async { Readiness { ready: true, checks: BTreeMap::new() } }.boxed()
     }
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+
     fn metrics(&self) -> String {
         String::new()
     }

@@ -73,7 +73,7 @@ fn router() -> Router {
             }),
         )
         .with_state(App(domain()));
-    finished(routes, Service { name: "node-api", tells_route: false })
+    finished(routes, crate::testing::outermost(Service { name: "node-api", tells_route: false }))
 }
 
 impl World {
@@ -399,7 +399,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     let address = listener.local_addr().unwrap();
     let server = TlsServer {
         tls: Arc::new(ArcSwap::from_pointee(config)),
-        router: finished(routes, Service { name: "api", tells_route: false }),
+        router: finished(routes, crate::testing::outermost(Service { name: "api", tells_route: false })),
         limits: ListenerLimits::default(),
         connections: Connections::default(),
         trust_domain: None,

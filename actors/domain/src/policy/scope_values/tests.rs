@@ -36,6 +36,7 @@ fn decide(
         seed: now.unsigned_abs().into(),
         id: Uuid::from_u128(1),
         version: 1,
+        trace: crate::machine::Trace::default(),
     };
     ScopeValues::decide(state, Command::Write(Box::new(new)), &ctx)
 }

@@ -19,7 +19,12 @@ async fn listener() -> World {
         .route("/read", post(|Json(Named { name }): Json<Named>| async move { name }));
     let routes = bounded(routes, RequestTimeout(Duration::from_millis(500)), Concurrency::at_most(64));
     let limits = ListenerLimits { header_read_timeout: Duration::from_millis(500), ..ListenerLimits::default() };
-    World::serving(limits, None, finished(routes, Service { name: "api", tells_route: false })).await
+    World::serving(
+        limits,
+        None,
+        finished(routes, crate::testing::outermost(Service { name: "api", tells_route: false })),
+    )
+    .await
 }
 
 impl World {

@@ -1,0 +1,166 @@
+//! What is read to be checked and counted: entities with what lies beside them, from one snapshot of the database.
+
+use super::entity::{Cursor, kind};
+use super::{Page, Reads, one_more};
+use crate::error::{Doing, StoreError};
+use domain::id::{EntityRef, Kind, Shard};
+use domain::machine::Timestamp;
+use sqlx::postgres::PgRow;
+use sqlx::{Postgres, Row, Transaction};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use uuid::Uuid;
+
+/// Of an entity's history, so many of the last versions are looked at.
+const LOOKED_BACK: i64 = 50;
+
+/// An entity, with what was written beside it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Inspected {
+    pub entity: EntityRef,
+    pub version: i64,
+    /// JSON.
+    pub body: String,
+    /// The last versions that the history holds, in order.
+    pub recorded: Vec<i64>,
+    /// Whether the deadline index has its end.
+    pub deadline_is_indexed: bool,
+    created_at: Timestamp,
+}
+
+/// What waits in some shards.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Allocations that wait for a node.
+    pub requested: u64,
+    /// Entities past their deadline.
+    pub overdue: BTreeMap<Kind, u64>,
+}
+
+/// What is unsettled in some shards.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pending {
+    pub rows: u64,
+    /// Age of the oldest row, by the database's clock; zero where there is none.
+    pub oldest: Duration,
+}
+
+/// Reads in one snapshot.
+pub struct Inspection {
+    transaction: Transaction<'static, Postgres>,
+}
+
+impl Reads {
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn inspect(&self) -> Result<Inspection, StoreError> {
+        let begun = self.pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY").await;
+        Ok(Inspection { transaction: begun.doing("beginning an inspection")? })
+    }
+
+    /// Whatever waits is in the deadline index, which is as large as what waits and no larger.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn standing(&self, shards: &[Shard]) -> Result<Standing, StoreError> {
+        let rows = sqlx::query(
+            "SELECT deadline.kind, count(*) FILTER (WHERE deadline.kind = 'allocation' AND entity.state = 'requested') AS requested,
+                    count(*) FILTER (WHERE deadline.deadline_at < now()) AS overdue
+             FROM deadline JOIN entity ON entity.id = deadline.entity
+             WHERE deadline.shard = ANY ($1) GROUP BY deadline.kind",
+        )
+        .bind(numbers(shards))
+        .fetch_all(&self.pool)
+        .await
+        .doing("counting what waits")?;
+        let mut standing = Standing::default();
+        for row in &rows {
+            // Kinds of a newer release are left out.
+            let Ok(kind) = kind(row) else { continue };
+            let count = |name: &str| row.try_get::<i64, _>(name).map(i64::unsigned_abs).doing("counting what waits");
+            standing.requested += count("requested")?;
+            standing.overdue.insert(kind, count("overdue")?);
+        }
+        Ok(standing)
+    }
+
+    /// The outbox of these shards.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn pending(&self, shards: &[Shard]) -> Result<Pending, StoreError> {
+        let (rows, oldest): (i64, f64) = sqlx::query_as(
+            "SELECT count(*), coalesce(greatest(extract(epoch FROM now() - min(written_at)), 0), 0)::float8
+             FROM outbox WHERE shard = ANY ($1)",
+        )
+        .bind(numbers(shards))
+        .fetch_one(&self.pool)
+        .await
+        .doing("measuring the outbox")?;
+        Ok(Pending { rows: rows.unsigned_abs(), oldest: Duration::try_from_secs_f64(oldest).unwrap_or_default() })
+    }
+}
+
+impl Inspection {
+    /// Entities of a kind in these shards, oldest first.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn entities(
+        &mut self,
+        kind: Kind,
+        shards: &[Shard],
+        after: Option<Cursor>,
+        limit: u32,
+    ) -> Result<Page<Inspected, Cursor>, StoreError> {
+        let after = after.unwrap_or(Cursor { created_at: Timestamp::UNIX_EPOCH, id: Uuid::nil() });
+        let rows = sqlx::query(
+            "SELECT entity.id, entity.kind, entity.version, entity.body::text, entity.created_at,
+                    ARRAY(SELECT history.version FROM history
+                          WHERE history.entity = entity.id AND history.version > entity.version - $6
+                          ORDER BY history.version) AS recorded,
+                    EXISTS(SELECT FROM deadline WHERE deadline.entity = entity.id AND deadline.deadline_at IS NOT NULL) AS indexed
+             FROM entity
+             WHERE kind = $1 AND shard = ANY ($2) AND (created_at, id) > ($3, $4) ORDER BY created_at, id LIMIT $5",
+        )
+        .bind(kind.as_str())
+        .bind(numbers(shards))
+        .bind(after.created_at)
+        .bind(after.id)
+        .bind(one_more(limit))
+        .bind(LOOKED_BACK)
+        .fetch_all(&mut *self.transaction)
+        .await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(inspected).collect());
+        let place = |row: &Inspected| Cursor { created_at: row.created_at, id: row.entity.id };
+        Ok(Page::of(rows.doing("inspecting entities")?, limit, place))
+    }
+
+    /// The bodies of these entities, where they exist.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn bodies(&mut self, kind: Kind, ids: &[Uuid]) -> Result<Vec<String>, StoreError> {
+        let rows = sqlx::query_scalar("SELECT body::text FROM entity WHERE id = ANY ($1) AND kind = $2")
+            .bind(ids)
+            .bind(kind.as_str())
+            .fetch_all(&mut *self.transaction)
+            .await;
+        rows.doing("inspecting entities")
+    }
+}
+
+fn numbers(shards: &[Shard]) -> Vec<i16> {
+    shards.iter().map(|shard| i16::from(shard.0)).collect()
+}
+
+fn inspected(row: &PgRow) -> Result<Inspected, sqlx::Error> {
+    Ok(Inspected {
+        entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
+        version: row.try_get("version")?,
+        body: row.try_get("body")?,
+        recorded: row.try_get("recorded")?,
+        deadline_is_indexed: row.try_get("indexed")?,
+        created_at: row.try_get("created_at")?,
+    })
+}

@@ -1,0 +1,337 @@
+//! The spans of sampled traces, sent to a collector (OTLP over HTTP), where `OTEL_EXPORTER_OTLP_ENDPOINT` names one.
+//!
+//! A span's ids are made where its work begins and travel with it (logs, NATS, outbox, agents), so that what is exported is what
+//! the logs say. A span is exported when it has the field `otel.parent`, which only spans of sampled traces do. Spans wait in a
+//! bounded queue; what does not fit, or no collector takes, is counted and dropped: nothing of ours waits for a collector.
+
+use anyhow::Context as _;
+use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
+use opentelemetry::{InstrumentationScope, KeyValue, Value};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _, WithHttpConfig as _};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanExporter as _, SpanLinks};
+use prometheus::{IntCounter, Registry};
+use std::fmt;
+use std::time::{Duration, SystemTime};
+use telemetry::Sampling;
+use tokio::sync::{Mutex, mpsc};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Spans that may wait for the collector.
+const QUEUE: usize = 8192;
+/// Spans in one request.
+const BATCH: usize = 512;
+/// How long the first span of a batch waits for others.
+const LINGER: Duration = Duration::from_millis(500);
+const SENT_WITHIN: Duration = Duration::from_secs(10);
+/// How long the last spans may take at the end.
+const LAST_WITHIN: Duration = Duration::from_secs(2);
+
+const ENDPOINTS: [&str; 2] = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
+const RATIO: &str = "OTEL_TRACES_SAMPLER_ARG";
+
+/// Takes the spans of sampled traces as they end.
+pub struct Collecting {
+    to: mpsc::Sender<SpanData>,
+    dropped: IntCounter,
+    scope: InstrumentationScope,
+}
+
+/// Sends what was collected.
+pub struct Traces {
+    from: Mutex<mpsc::Receiver<SpanData>>,
+    exporter: SpanExporter,
+    exported: IntCounter,
+    dropped: IntCounter,
+    pub sampling: Sampling,
+}
+
+/// Both halves, where a collector is configured. The exporter reads endpoint, headers and time-out from the `OTEL_EXPORTER_OTLP_*`
+/// variables itself.
+///
+/// # Errors
+/// Names the variable that cannot be used.
+pub fn configured(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<(Collecting, Traces)>> {
+    let set = |name: &str| environment(name).filter(|value| !value.trim().is_empty());
+    if ENDPOINTS.iter().all(|name| set(name).is_none()) {
+        return Ok(None);
+    }
+    let ratio = match set(RATIO) {
+        None => 1.0,
+        Some(text) => text
+            .parse()
+            .ok()
+            .filter(|ratio| (0.0..=1.0).contains(ratio))
+            .with_context(|| format!("{RATIO} is {text:?}; it must be the share of traces to sample, 0 to 1"))?,
+    };
+    let client = reqwest::Client::builder().timeout(SENT_WITHIN).build()?;
+    let mut exporter = SpanExporter::builder()
+        .with_http()
+        .with_http_client(client)
+        .with_protocol(Protocol::HttpBinary)
+        .with_timeout(SENT_WITHIN)
+        .build()
+        .with_context(|| format!("{} cannot be used", ENDPOINTS[0]))?;
+    exporter.set_resource(&resource(set("OTEL_SERVICE_NAME"), set("SVC_MEMBER_NAME")));
+    let (to, from) = mpsc::channel(QUEUE);
+    let dropped = IntCounter::new("trace_spans_dropped_total", "Spans that no collector took, or that did not fit.")?;
+    let exported = IntCounter::new("trace_spans_exported_total", "Spans that the collector took.")?;
+    let scope = InstrumentationScope::builder("gpuaas").with_version(env!("CARGO_PKG_VERSION")).build();
+    let collecting = Collecting { to, dropped: dropped.clone(), scope };
+    let sampling = Sampling::of_ratio(ratio);
+    Ok(Some((collecting, Traces { from: Mutex::new(from), exporter, exported, dropped, sampling })))
+}
+
+fn resource(service: Option<String>, member: Option<String>) -> Resource {
+    let name = service.unwrap_or_else(|| "gpuaas".to_owned());
+    let member = member.map(|member| KeyValue::new("service.instance.id", member));
+    Resource::builder()
+        .with_service_name(name)
+        .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
+        .with_attributes(member)
+        .build()
+}
+
+impl Traces {
+    /// # Errors
+    /// Where the registry has metrics of these names.
+    pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
+        registry.register(Box::new(self.exported.clone()))?;
+        registry.register(Box::new(self.dropped.clone()))
+    }
+
+    /// Sends spans as they come.
+    ///
+    /// # Errors
+    /// Never: what cannot be sent is dropped.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut from = self.from.lock().await;
+        let mut reached = true;
+        loop {
+            let Some(first) = from.recv().await else { std::future::pending().await };
+            tokio::time::sleep(LINGER).await;
+            reached = self.send(batch(first, &mut from), reached).await;
+        }
+    }
+
+    /// Sends what is left, for a moment.
+    pub async fn finish(&self) {
+        let sending = async {
+            let mut from = self.from.lock().await;
+            while let Ok(first) = from.try_recv() {
+                self.send(batch(first, &mut from), true).await;
+            }
+        };
+        if tokio::time::timeout(LAST_WITHIN, sending).await.is_err() {
+            tracing::info!("the last spans did not reach the collector in time");
+        }
+    }
+
+    /// Whether the collector took them; said once when that changes.
+    async fn send(&self, spans: Vec<SpanData>, reached: bool) -> bool {
+        let count = spans.len() as u64;
+        match self.exporter.export(spans).await {
+            Ok(()) => {
+                self.exported.inc_by(count);
+                if !reached {
+                    tracing::info!("the trace collector is reached again");
+                }
+                true
+            }
+            Err(error) => {
+                self.dropped.inc_by(count);
+                if reached {
+                    tracing::warn!(%error, "the trace collector takes no spans; they are dropped until it does");
+                }
+                false
+            }
+        }
+    }
+}
+
+fn batch(first: SpanData, from: &mut mpsc::Receiver<SpanData>) -> Vec<SpanData> {
+    let mut spans = vec![first];
+    while spans.len() < BATCH
+        && let Ok(span) = from.try_recv()
+    {
+        spans.push(span);
+    }
+    spans
+}
+
+/// A span of a sampled trace that has not ended.
+struct Open {
+    began: SystemTime,
+    said: Said,
+}
+
+/// The fields of a span.
+#[derive(Default)]
+struct Said {
+    trace_id: Option<TraceId>,
+    span_id: Option<SpanId>,
+    parent: Option<SpanId>,
+    is_server: bool,
+    failed: bool,
+    attributes: Vec<KeyValue>,
+}
+
+impl Said {
+    fn text(&mut self, name: &'static str, text: String) {
+        match name {
+            "trace_id" => self.trace_id = TraceId::from_hex(&text).ok(),
+            "span_id" => self.span_id = SpanId::from_hex(&text).ok(),
+            "otel.parent" => self.parent = SpanId::from_hex(&text).ok(),
+            "otel.kind" => self.is_server = text == "server",
+            _ => self.attributes.push(KeyValue::new(name, text)),
+        }
+    }
+}
+
+impl Visit for Said {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.text(field.name(), format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.text(field.name(), value.to_owned());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "http.response.status_code" {
+            self.failed |= value >= 500;
+        }
+        self.attributes.push(KeyValue::new(field.name(), Value::I64(value.cast_signed())));
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.attributes.push(KeyValue::new(field.name(), value));
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.attributes.push(KeyValue::new(field.name(), value));
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collecting {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        // What is not sampled costs a look at a name.
+        if attributes.fields().field("otel.parent").is_none() {
+            return;
+        }
+        let mut said = Said::default();
+        attributes.record(&mut said);
+        if let (Some(_), Some(span)) = (said.parent, context.span(id)) {
+            span.extensions_mut().insert(Open { began: SystemTime::now(), said });
+        }
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
+        if let Some(span) = context.span(id)
+            && let Some(open) = span.extensions_mut().get_mut::<Open>()
+        {
+            values.record(&mut open.said);
+        }
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        if *event.metadata().level() == Level::ERROR
+            && let Some(span) = context.event_span(event)
+            && let Some(open) = span.extensions_mut().get_mut::<Open>()
+        {
+            open.said.failed = true;
+        }
+    }
+
+    fn on_close(&self, id: Id, context: Context<'_, S>) {
+        let Some(span) = context.span(&id) else { return };
+        let Some(Open { began, said }) = span.extensions_mut().remove::<Open>() else { return };
+        let (Some(trace_id), Some(span_id), Some(parent)) = (said.trace_id, said.span_id, said.parent) else { return };
+        let ended = SpanData {
+            span_context: SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, TraceState::NONE),
+            parent_span_id: parent,
+            parent_span_is_remote: said.is_server,
+            span_kind: if said.is_server { SpanKind::Server } else { SpanKind::Internal },
+            name: span.name().into(),
+            start_time: began,
+            end_time: SystemTime::now(),
+            attributes: said.attributes,
+            dropped_attributes_count: 0,
+            events: SpanEvents::default(),
+            links: SpanLinks::default(),
+            status: if said.failed { Status::error("") } else { Status::Unset },
+            instrumentation_scope: self.scope.clone(),
+        };
+        if self.to.try_send(ended).is_err() {
+            self.dropped.inc();
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use telemetry::Trace;
+    use tracing_subscriber::layer::SubscriberExt as _;
+
+    fn collecting(queue: usize) -> (Collecting, mpsc::Receiver<SpanData>) {
+        let (to, from) = mpsc::channel(queue);
+        let dropped = IntCounter::new("dropped", "dropped").unwrap();
+        (Collecting { to, dropped, scope: InstrumentationScope::builder("tests").build() }, from)
+    }
+
+    fn work(trace: Trace) -> tracing::Span {
+        tracing::error_span!(
+            "work",
+            trace_id = %trace.trace_id(),
+            span_id = %trace.span_id(),
+            otel.parent = trace.parent_to_export(),
+            http.response.status_code = tracing::field::Empty,
+        )
+    }
+
+    #[test]
+    fn a_span_of_a_sampled_trace_is_collected_under_its_own_ids_and_another_is_not() {
+        let (collecting, mut spans) = collecting(8);
+        let looked_at = Trace::begin(Sampling::of_ratio(1.0)).child();
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(collecting), || {
+            work(looked_at).record("http.response.status_code", 503_u16);
+            drop(work(Trace::begin(Sampling::NEVER)));
+            drop(tracing::error_span!("nothing of ours", trace_id = "x"));
+        });
+        let span = spans.try_recv().unwrap();
+        assert_eq!(span.span_context.trace_id().to_string(), looked_at.trace_id().to_string());
+        assert_eq!(span.span_context.span_id().to_string(), looked_at.span_id().to_string());
+        assert_ne!(span.parent_span_id, SpanId::INVALID);
+        assert_eq!((span.name.as_ref(), span.status), ("work", Status::error("")));
+        assert!(spans.try_recv().is_err());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_dropped_and_counted() {
+        let (collecting, _spans) = collecting(2);
+        let dropped = collecting.dropped.clone();
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(collecting), || {
+            for _ in 0..5 {
+                drop(work(Trace::begin(Sampling::of_ratio(1.0))));
+            }
+        });
+        assert_eq!(dropped.get(), 3);
+    }
+
+    #[test]
+    fn nothing_is_exported_unless_it_is_asked_for_and_a_ratio_is_a_ratio() {
+        assert!(configured(|_| None).unwrap().is_none());
+        let wrong = configured(|name| match name {
+            "OTEL_EXPORTER_OTLP_ENDPOINT" => Some("http://127.0.0.1:1".to_owned()),
+            RATIO => Some("7".to_owned()),
+            _ => None,
+        });
+        assert!(wrong.err().unwrap().to_string().contains(RATIO));
+    }
+}

@@ -1,0 +1,146 @@
+//! Checks in production what must always hold (design 2): a few entities of this process's shards at a time, over and over, each
+//! time in one snapshot of the database, by the predicates that the property tests use.
+//!
+//! From the database I1, I2 and I8 can be judged. I3 is money's ledger; I4 to I7 are held by what a commit refuses, and leave
+//! nothing behind by which a breach would show: a counter for them could not move, and there is none.
+
+use actors::Host;
+use domain::allocation::Allocation;
+use domain::invariant;
+use domain::machine::Machine;
+use domain::node::Node;
+use domain::{AllocationId, Kind, NodeId, Shard};
+use persistence::read::{Cursor, Inspected};
+use persistence::{Reads, StoreError};
+use prometheus::{IntCounterVec, Opts, Registry};
+use serde::de::DeserializeOwned;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{MissedTickBehavior, interval};
+
+const TURN: Duration = Duration::from_secs(2);
+
+/// Entities of each kind in one turn.
+const AT_A_TIME: u32 = 100;
+
+const JUDGED: [&str; 3] = ["I1", "I2", "I8"];
+
+/// What was checked, and what was found broken.
+pub struct Auditor {
+    reads: Reads,
+    checked: IntCounterVec,
+    violations: IntCounterVec,
+}
+
+impl Auditor {
+    /// # Errors
+    /// Where the registry has metrics of these names.
+    pub fn register(registry: &Registry, reads: Reads) -> Result<Self, prometheus::Error> {
+        let counters = |name: &str, help: &str| {
+            let counters = IntCounterVec::new(Opts::new(name, help), &["id"])?;
+            JUDGED.iter().for_each(|id| counters.with_label_values(&[id]).reset());
+            registry.register(Box::new(counters.clone())).map(|()| counters)
+        };
+        Ok(Self {
+            reads,
+            checked: counters("invariant_checks_total", "Entities that were checked against an invariant.")?,
+            violations: counters("invariant_violations_total", "Entities that break an invariant; must stay 0.")?,
+        })
+    }
+
+    /// Checks, turn by turn.
+    ///
+    /// # Errors
+    /// Never; what cannot be read is read at the next turn.
+    pub async fn run(&self, host: Arc<Host>) -> anyhow::Result<()> {
+        let mut turn = interval(TURN);
+        turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut nodes, mut allocations) = (None, None);
+        loop {
+            turn.tick().await;
+            let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
+            if shards.is_empty() {
+                continue;
+            }
+            // After the last comes the first again.
+            match self.look_at_nodes(&shards, nodes).await {
+                Ok(next) => nodes = next,
+                Err(error) => tracing::warn!(error = %error, "could not check the nodes' invariants"),
+            }
+            match self.look_at_allocations(&shards, allocations).await {
+                Ok(next) => allocations = next,
+                Err(error) => tracing::warn!(error = %error, "could not check the allocations' invariants"),
+            }
+        }
+    }
+
+    /// Checks the nodes that come after `at`, and says how far it came.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn look_at_nodes(&self, shards: &[Shard], at: Option<Cursor>) -> Result<Option<Cursor>, StoreError> {
+        let page = self.reads.inspect().await?.entities(Kind::Node, shards, at, AT_A_TIME).await?;
+        for row in &page.items {
+            self.judge_record(row);
+            let Some(node) = decoded::<Node>(row) else { continue };
+            self.judge("I8", row, ends(row, &node, invariant::node_is_transient(&node)));
+            let alone = BTreeMap::from([(node.id, node)]);
+            self.judge("I2", row, invariant::i2_a_gpu_has_one_tenant(&alone, &BTreeMap::new()));
+        }
+        Ok(page.next)
+    }
+
+    /// Checks the allocations that come after `at`, against their nodes, and says how far it came.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn look_at_allocations(
+        &self,
+        shards: &[Shard],
+        at: Option<Cursor>,
+    ) -> Result<Option<Cursor>, StoreError> {
+        let mut inspection = self.reads.inspect().await?;
+        let page = inspection.entities(Kind::Allocation, shards, at, AT_A_TIME).await?;
+        page.items.iter().for_each(|row| self.judge_record(row));
+        let allocations: Vec<_> =
+            page.items.iter().filter_map(|row| Some((row, decoded::<Allocation>(row)?))).collect();
+        let places = allocations.iter().filter_map(|(_, allocation)| Some(allocation.place()?.0.0));
+        let nodes = inspection.bodies(Kind::Node, &places.collect::<Vec<_>>()).await?;
+        let nodes: BTreeMap<NodeId, Node> =
+            nodes.iter().filter_map(|body| serde_json::from_str(body).ok()).map(|node: Node| (node.id, node)).collect();
+        for (row, allocation) in allocations {
+            self.judge("I8", row, ends(row, &allocation, invariant::allocation_is_transient(&allocation)));
+            let alone: BTreeMap<AllocationId, _> = BTreeMap::from([(allocation.id, allocation)]);
+            self.judge("I2", row, invariant::each_believed_place_is_held(&nodes, &alone));
+        }
+        Ok(page.next)
+    }
+
+    fn judge_record(&self, row: &Inspected) {
+        self.judge("I1", row, invariant::i1_nothing_acknowledged_is_lost(&row.recorded, row.version));
+    }
+
+    fn judge(&self, id: &'static str, row: &Inspected, holds: bool) {
+        self.checked.with_label_values(&[id]).inc();
+        if !holds {
+            self.violations.with_label_values(&[id]).inc();
+            let entity = row.entity;
+            tracing::error!(
+                resource_name = %entity, error_code = "invariant_violated", invariant = id, version = row.version,
+                "{entity} breaks invariant {id}"
+            );
+        }
+    }
+}
+
+/// I8: a transient state has an end, and the end stands in the index by which it is seen.
+fn ends<M: Machine>(row: &Inspected, entity: &M, transient: bool) -> bool {
+    invariant::i8_what_is_transient_has_an_end(entity, transient)
+        && (entity.deadline().is_none() || row.deadline_is_indexed)
+}
+
+/// One that cannot be read is parked by its owner, and shown there.
+fn decoded<M: DeserializeOwned>(row: &Inspected) -> Option<M> {
+    serde_json::from_str(&row.body).ok()
+}

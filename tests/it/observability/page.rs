@@ -1,0 +1,126 @@
+//! A page of figures in the Prometheus text format, read as strictly as the strictest of its readers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Every sample by its name and labels.
+pub(super) struct Page {
+    samples: BTreeMap<(String, BTreeMap<String, String>), f64>,
+}
+
+impl Page {
+    /// # Panics
+    /// Where the page is not as the format asks.
+    pub(super) fn parse(text: &str) -> Self {
+        assert!(text.ends_with('\n'), "the last line has an end");
+        let mut page = Self { samples: BTreeMap::new() };
+        let (mut helped, mut types) = (BTreeSet::new(), BTreeMap::new());
+        let mut family = String::new();
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# HELP ") {
+                let (name, help) = rest.split_once(' ').unwrap_or_else(|| panic!("no help: {line}"));
+                assert!(!help.is_empty() && helped.insert(name.to_owned()), "helped twice: {line}");
+                family = name.to_owned();
+            } else if let Some(rest) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = rest.split_once(' ').unwrap_or_else(|| panic!("no type: {line}"));
+                assert_eq!(name, family, "the type follows its help: {line}");
+                assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
+                assert!(
+                    kind != "counter" || name.ends_with("_total") || name.starts_with("process_"),
+                    "a counter ends in _total: {line}"
+                );
+                assert!(types.insert(name.to_owned(), kind.to_owned()).is_none(), "typed twice: {line}");
+            } else {
+                let (name, labels, value) = sample(line);
+                let is_histogram = types.get(&family).is_some_and(|kind| kind == "histogram");
+                let suffix = name.strip_prefix(&family).unwrap_or_else(|| panic!("{line} stands under {family}"));
+                let allowed: &[&str] = if is_histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
+                assert!(allowed.contains(&suffix), "{line} stands under {family}");
+                assert!(page.samples.insert((name, labels), value).is_none(), "a series stands twice: {line}");
+            }
+        }
+        assert_eq!(helped, types.keys().cloned().collect(), "every family has a help and a type");
+        page.expect_whole_histograms(&types);
+        page
+    }
+
+    fn expect_whole_histograms(&self, types: &BTreeMap<String, String>) {
+        for name in types.iter().filter(|(_, kind)| *kind == "histogram").map(|(name, _)| name) {
+            let mut series: BTreeMap<BTreeMap<String, String>, Vec<(f64, f64)>> = BTreeMap::new();
+            for ((_, labels), value) in
+                self.samples.iter().filter(|((sample, _), _)| *sample == format!("{name}_bucket"))
+            {
+                let mut labels = labels.clone();
+                let bound = labels.remove("le").unwrap_or_else(|| panic!("a bucket of {name} has no bound"));
+                let bound = if bound == "+Inf" { f64::INFINITY } else { bound.parse().unwrap() };
+                series.entry(labels).or_default().push((bound, *value));
+            }
+            for (labels, mut buckets) in series {
+                buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+                assert!(buckets.windows(2).all(|two| two[0].1 <= two[1].1), "{name}{labels:?} is not cumulative");
+                let last = buckets.last().unwrap();
+                let count = self.samples.get(&(format!("{name}_count"), labels)).copied();
+                assert_eq!((last.0, Some(last.1)), (f64::INFINITY, count), "{name} does not end with all");
+            }
+        }
+    }
+
+    /// The sum of the samples of this name that have these labels; `None` where there is none.
+    pub(super) fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
+        let is_wanted =
+            |found: &BTreeMap<String, String>| labels.iter().all(|(k, v)| found.get(*k).is_some_and(|it| it == v));
+        let found: Vec<f64> = self
+            .samples
+            .iter()
+            .filter(|((it, found), _)| it == name && is_wanted(found))
+            .map(|(_, value)| *value)
+            .collect();
+        (!found.is_empty()).then(|| found.iter().sum())
+    }
+
+    /// Is there a family of this name?
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.value(name, &[]).or_else(|| self.value(&format!("{name}_count"), &[])).is_some()
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    name.bytes().next().is_some_and(|first| first.is_ascii_lowercase() || first == b'_')
+        && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+}
+
+fn sample(line: &str) -> (String, BTreeMap<String, String>, f64) {
+    let (series, value) = line.rsplit_once(' ').unwrap_or_else(|| panic!("no sample: {line}"));
+    let (name, labels) = match series.split_once('{') {
+        Some((name, labels)) => (name, labels.strip_suffix('}').unwrap_or_else(|| panic!("open labels: {line}"))),
+        None => (series, ""),
+    };
+    assert!(is_name(name), "{line}");
+    let mut found = BTreeMap::new();
+    let mut rest = labels;
+    while !rest.is_empty() {
+        let (label, after) = rest.split_once("=\"").unwrap_or_else(|| panic!("no label: {line}"));
+        // None of our values holds a quote.
+        let (value, after) = after.split_once('"').unwrap_or_else(|| panic!("open value: {line}"));
+        assert!(is_name(label) && !value.contains('\\'), "{line}");
+        assert!(found.insert(label.to_owned(), value.to_owned()).is_none(), "a label stands twice: {line}");
+        rest = after.strip_prefix(',').unwrap_or(after);
+    }
+    (name.to_owned(), found, value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
+}
+
+#[test]
+fn a_page_that_a_reader_would_refuse_is_refused() {
+    let good = "# HELP a_total A.\n# TYPE a_total counter\na_total{k=\"v\"} 1\n";
+    assert_eq!(Page::parse(good).value("a_total", &[("k", "v")]), Some(1.0));
+    for bad in [
+        "a_total 1\n",
+        "# HELP a A.\n# TYPE a counter\na 1\n",
+        "# HELP a_total A.\n# TYPE a_total counter\na_total 1\na_total 2\n",
+        "# HELP a_total A.\n# TYPE a_total counter\nb_total 1\n",
+        "# HELP a_total A.\na_total 1\n",
+        "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n",
+        "# HELP h H.\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\nh_sum 1\nh_count 1\n",
+    ] {
+        assert!(std::panic::catch_unwind(|| Page::parse(bad)).is_err(), "{bad}");
+    }
+}
