@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
 /// A row waits for its seal so long, and the time of one turn.
-const TURN: Duration = Duration::from_millis(400);
+const TURN: Duration = Duration::from_millis(250);
 /// Heads that the archive keeps of one shard; older ones stand in the database.
 const KEPT_OF_A_SHARD: i64 = 1024;
 const ARCHIVE: &str = "AUDIT";
