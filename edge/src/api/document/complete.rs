@@ -23,6 +23,8 @@ const TAGS: &[(&str, &str)] = &[
     ("service_account", "Programs that act for a user, and their keys."),
     ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
+    ("policy", "Business values: their catalog, what is in force for whom, and their changes."),
+    ("audit", "Who did what, to what, and when; sealed into chains."),
     ("runtime", "The running cluster: who runs where, what waits, what is stuck."),
     ("identity_keys", "The identity provider's signing keys, for operators."),
     ("health", "Whether a process lives and can serve, and its figures."),
