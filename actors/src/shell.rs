@@ -275,6 +275,7 @@ impl<M: Machine> Shell<M> {
         };
         // Ids of events come after those that the machine took for itself.
         let outbox = (1 << 32_u64..).zip(&step.events);
+        let right = ask.asked.by.rests_on(ask.command.action());
         Ok(Commit {
             entity: self.entity(),
             shard: self.term.shard,
@@ -294,6 +295,7 @@ impl<M: Machine> Shell<M> {
             audit: step.audit.clone(),
             outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
             command,
+            rests_on: right.into_iter().chain(step.rests_on.iter().copied()).collect(),
         })
     }
 

@@ -1,7 +1,7 @@
 //! What a user or administrator is told when a command was not carried out: one table per machine, every rejection spelled out.
 
 use actors::AskError;
-use domain::{allocation, node, sku, tenant};
+use domain::{allocation, bindings, node, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -197,6 +197,17 @@ impl Explain for tenant::Rejection {
     }
 }
 
+impl Explain for bindings::Rejection {
+    fn explain(self) -> ApiError {
+        match self {
+            Self::NotBound => ApiError::new(
+                Code::NotFound,
+                "The role is not bound to this subject; GET /api/v1/admin/platform-roles/bindings lists what is.",
+            ),
+        }
+    }
+}
+
 impl From<persistence::StoreError> for ApiError {
     fn from(error: persistence::StoreError) -> Self {
         if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
@@ -271,6 +282,7 @@ mod tests {
         ] {
             row(&mut table, "ssh key", &rejection.explain());
         }
+        row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
         for error in [
             AskError::Denied,
             AskError::InProgress,

@@ -6,6 +6,7 @@ mod document;
 mod field;
 mod health;
 mod node;
+mod platform_role;
 mod routing;
 mod runtime;
 mod sku;
@@ -96,6 +97,10 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+
+        Admin  Get      "/api/v1/admin/platform-roles/bindings"            => platform_role::list;
+        Admin  PostOnce "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;
+        Admin  Delete   "/api/v1/admin/platform-roles/bindings"            => platform_role::revoke, NotFound;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

@@ -3,6 +3,7 @@
 use crate::auth::Authenticator;
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
 use crate::runtime::Runtime;
@@ -30,6 +31,7 @@ pub struct Parts {
     pub polls: Polls,
     pub connections: Connections,
     pub trust: Trust,
+    pub platform_roles: PlatformRoleCounters,
     pub addresses: Addresses,
     /// Cancelled when this process ends: what waits long answers then.
     pub stopping: tokio_util::sync::CancellationToken,

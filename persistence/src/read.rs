@@ -3,12 +3,14 @@
 //! Bodies come as the JSON text that was committed: whoever asks knows the machine and decodes it.
 
 mod audit;
+mod bindings;
 mod entity;
 mod policy;
 mod shard;
 mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
+pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, StateCount};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -22,6 +22,7 @@ use domain::{Effect, MemberId};
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::{Authenticator, TokenRules};
 use edge::identity::TrustDomain;
+use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
 use edge::services::{Addresses, Parts, Services};
@@ -185,6 +186,7 @@ impl Process {
             polls: self.polls.clone(),
             connections: self.connections.clone(),
             trust,
+            platform_roles: PlatformRoleCounters::register(&self.registry)?,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
         }))

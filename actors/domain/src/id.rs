@@ -58,6 +58,8 @@ typed_id! {
     CommandId,
     /// A running control-plane process.
     MemberId,
+    /// A platform role bound to a subject.
+    BindingId,
 }
 
 macro_rules! kinds {
@@ -97,6 +99,8 @@ kinds! {
     Sku = "sku": crate::sku::Sku,
     /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
     Tenant = "tenant": crate::tenant::Tenant,
+    /// The platform roles that are bound to one subject.
+    Bindings = "bindings": crate::bindings::Bindings,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

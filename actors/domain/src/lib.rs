@@ -12,6 +12,7 @@
 
 pub mod allocation;
 pub mod authz;
+pub mod bindings;
 pub mod commit;
 pub mod event;
 pub mod id;
@@ -28,6 +29,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId,
+    TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

@@ -1,6 +1,7 @@
 //! What every entity is: a pure state machine, and what it is told about the world when it decides.
 
 use crate::authz::{Action, Principal};
+use crate::commit::Footing;
 use crate::event::Event;
 use crate::id::{EntityRef, Kind, NodeId};
 use crate::policy::PolicyBook;
@@ -117,6 +118,8 @@ pub struct Step<M: Machine> {
     pub audit: Vec<Audit>,
     /// What is worth doing at once when the commit stands, and harmless to lose.
     pub effects: Vec<Effect>,
+    /// Others that the decision looked at and that must not have changed when it is committed.
+    pub rests_on: Vec<Footing>,
     pub reply: M::Reply,
     /// Kept in the history: why the entity is where it is.
     pub why: String,
@@ -125,12 +128,20 @@ pub struct Step<M: Machine> {
 impl<M: Machine> Step<M> {
     /// The entity moves on to `next`.
     pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
-        Self { next: Some(next), events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: why.into() }
+        Self { next: Some(next), why: why.into(), ..Self::stay(reply) }
     }
 
     /// Nothing changes; only the answer is given.
     pub fn stay(reply: M::Reply) -> Self {
-        Self { next: None, events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: String::new() }
+        Self {
+            next: None,
+            events: Vec::new(),
+            audit: Vec::new(),
+            effects: Vec::new(),
+            rests_on: Vec::new(),
+            reply,
+            why: String::new(),
+        }
     }
 
     #[must_use]
@@ -142,6 +153,12 @@ impl<M: Machine> Step<M> {
     #[must_use]
     pub fn audit(mut self, audit: Audit) -> Self {
         self.audit.push(audit);
+        self
+    }
+
+    #[must_use]
+    pub fn resting_on(mut self, footing: Footing) -> Self {
+        self.rests_on.push(footing);
         self
     }
 

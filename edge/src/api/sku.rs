@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{ByAdmin, ByUser, replayed};
+use super::asking::{ByAdmin, ByUser, May, SeeSkus, replayed};
 use super::field::{
     CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, Reason, RegionCode, SkuName, SkuRef, Statement,
     StorageGib, set, set_or_none,
@@ -194,7 +194,7 @@ pub(super) async fn offered(
     responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: May<SeeSkus>,
     State(services): State<Services>,
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
@@ -230,7 +230,7 @@ pub(super) async fn create(
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn get(
-    _: ByAdmin,
+    _: May<SeeSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SkuView>, ApiError> {

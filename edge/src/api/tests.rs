@@ -6,6 +6,7 @@ mod contract;
 mod inputs;
 mod nodes;
 mod people;
+mod platform_roles;
 mod repetitions;
 mod skus;
 mod ssh_keys;

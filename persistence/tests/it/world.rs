@@ -147,6 +147,7 @@ pub(crate) fn create(n: u32) -> Commit {
         audit: vec![Audit::new("skus.create", entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         command: Some(command(None)),
+        rests_on: Vec::new(),
     }
 }
 

@@ -32,6 +32,7 @@ fn admin() -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
     })
 }
 

@@ -2,13 +2,15 @@
 
 use super::*;
 use domain::allocation::{self, Failure, Placed};
+use domain::authz::{Caller, Grant, PlatformRole};
+use domain::commit::Footing;
 use domain::event::Device;
 use domain::machine::Ctx;
 use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
 use domain::node::{Registration, Seen, TokenCause, Verdict, What, Work};
 use domain::policy::PolicyBook;
-use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, sku, tenant};
-use domain::{allocation::Allocation, node::Node, sku::Sku, tenant::Tenant};
+use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, bindings, sku, tenant};
+use domain::{allocation::Allocation, bindings::Bindings, node::Node, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
 
@@ -337,8 +339,26 @@ fn of_a_tenant() {
 }
 
 #[test]
+fn of_bindings() {
+    use bindings::{Command, Rejection, Reply};
+    let role = PlatformRole::Auditor;
+    let bind = Command::Bind { subject: "ann".into(), role, reason: text() };
+    let (_, reply) = decided::<Bindings>(None, bind.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let commands = vec![
+        bind,
+        Command::Revoke { role, reason: Some(text()) },
+        Command::Revoke { role, reason: None },
+        Command::Tick,
+    ];
+    survives::<Bindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
+}
+
+#[test]
 fn of_whoever_asks() {
-    let permit = authorize(&user("ann", &[Role::User, Role::Admin]), Action::Rent).unwrap();
+    let Principal::Caller(caller) = user("ann", &[Role::User, Role::Admin]) else { unreachable!() };
+    let from = Footing { entity: ALLOCATION, version: 3 };
+    let grant = Some(Grant { roles: [PlatformRole::Auditor].into(), from });
+    let permit = authorize(&Principal::Caller(Caller { grant, ..caller }), Action::Rent).unwrap();
     let asked = Asked::new(&permit, "c", at()).once(key("k")).urgently().traced(Some("00-trace".into()));
     let bytes = serde_json::to_vec(&asked).unwrap();
     let back: Asked = serde_json::from_slice(&bytes).unwrap();

@@ -5,6 +5,7 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
@@ -65,7 +66,7 @@ pub(super) struct World {
     identities: Provider,
     placing: Arc<Mutex<Placing>>,
     clock: Arc<Watch>,
-    _postgres: Postgres,
+    postgres: Postgres,
 }
 
 /// What came back.
@@ -210,6 +211,7 @@ impl World {
             polls: Polls::default(),
             connections: Connections::default(),
             trust: trust(),
+            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
@@ -218,7 +220,7 @@ impl World {
         });
         let router = api::router(services.clone());
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
-        Self { services, router, identities, placing, clock, _postgres: postgres }
+        Self { services, router, identities, placing, clock, postgres }
     }
 
     pub(super) fn call(&self, method: Method, path: &str) -> Call<'_> {
@@ -239,6 +241,11 @@ impl World {
         self.identities.token(user, roles)
     }
 
+    /// From here on nothing can be read or written.
+    pub(super) fn stop_postgres(&self) {
+        self.postgres.stop();
+    }
+
     pub(super) fn places(&self, placing: Placing) {
         *self.placing.lock().unwrap() = placing;
     }
@@ -247,6 +254,12 @@ impl World {
         let mut book = PolicyBook::clone(&self.clock.policy.load());
         book.set(key, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
         self.clock.policy.store(Arc::new(book));
+    }
+
+    /// Binds a platform role, as `root`.
+    pub(super) async fn bind(&self, subject: &str, role: &str) -> Answer {
+        let binding = json!({"subject": subject, "role": role, "reason": "a test"});
+        self.post("/api/v1/admin/platform-roles/bindings").admin().json(&binding).send().await
     }
 
     /// An active SKU, by id.

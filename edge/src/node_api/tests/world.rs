@@ -6,6 +6,7 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
@@ -168,6 +169,7 @@ impl World {
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
             connections: connections.clone(),
+            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             trust: Trust {
                 domain: domain.clone(),
                 node_ca,
@@ -404,6 +406,7 @@ pub(super) fn admin() -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
     })
 }
 
