@@ -70,8 +70,9 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/skus"                               => sku::create, StateConflict;
         Admin  Get      "/api/v1/admin/skus/{id}"                          => sku::get, NotFound;
         Admin  Patch    "/api/v1/admin/skus/{id}"                          => sku::revise, NotFound;
-        Admin  PostOnce "/api/v1/admin/skus/{id}/activate"                 => sku::activate, NotFound;
-        Admin  PostOnce "/api/v1/admin/skus/{id}/deactivate"               => sku::deactivate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/activate"                 => sku::activate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/deprecate"                => sku::deprecate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/deactivate"               => sku::deactivate, NotFound, StateConflict;
 
         Admin  Get      "/api/v1/admin/nodes"                              => node::list;
         Admin  PostOnce "/api/v1/admin/nodes"                              => node::create, ProbeTargetDenied;

@@ -11,7 +11,7 @@ mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
 pub use bindings::{BindingFilter, BindingRow};
-pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, StateCount};
+pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, StateCount};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 

@@ -8,6 +8,7 @@ mod harness;
 mod input;
 mod main_job;
 mod openapi;
+mod platform_roles;
 mod probe;
 mod release;
 mod tasks;

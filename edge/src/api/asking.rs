@@ -56,7 +56,7 @@ macro_rules! rights {
     )+};
 }
 
-rights! { SeeSkus, BindPlatformRoles }
+rights! { SeeSkus, ApproveSkus, BindPlatformRoles }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {

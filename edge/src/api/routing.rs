@@ -29,6 +29,8 @@ pub(super) enum Who {
     User,
     /// With the role `admin`.
     Admin,
+    /// With a platform role that is bound here; being an administrator is not enough.
+    Bound,
 }
 
 /// What a route does with its method.
@@ -139,7 +141,7 @@ fn describe(operation: &mut Operation, row: &Row) {
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
     match row.who {
         Who::Anyone => {}
-        Who::User | Who::Admin => {
+        Who::User | Who::Admin | Who::Bound => {
             codes.extend([Code::Unauthenticated, Code::Forbidden]);
             operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, [])]);
         }

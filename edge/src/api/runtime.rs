@@ -82,7 +82,7 @@ pub(super) async fn cluster(_: ByAdmin, State(services): State<Services>) -> Res
     get,
     path = "/",
     params(
-        ("kind" = String, Path, description = "node, allocation, sku or tenant"),
+        ("kind" = String, Path, description = "A kind of entity, such as node or allocation"),
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
     responses((status = 200, description = "The entity.", body = EntityReport)),
@@ -104,7 +104,7 @@ pub(super) async fn entity(
     post,
     path = "/",
     params(
-        ("kind" = String, Path, description = "node, allocation, sku or tenant"),
+        ("kind" = String, Path, description = "A kind of entity, such as node or allocation"),
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
     responses((status = 200, description = "Done.", body = Restarted)),

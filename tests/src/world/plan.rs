@@ -140,7 +140,8 @@ impl Plan {
             let ca = authority.certificate_path();
             Ok(Client::new(ca, &settings.public_url, Some(token.expose_secret().to_owned())))
         };
-        let (admin, user, other_user) = (caller("admin")?, caller("user")?, caller("user2")?);
+        let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
+        let (user, other_user) = (caller("user")?, caller("user2")?);
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -155,6 +156,7 @@ impl Plan {
             authority,
             pool,
             admin,
+            second_admin,
             user,
             other_user,
             agent_settings,

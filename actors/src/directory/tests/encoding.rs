@@ -279,7 +279,17 @@ fn of_a_node() {
 
 #[test]
 fn of_a_sku() {
-    use sku::{Command, Rejection, Spec};
+    use sku::{Approve, Change, Command, InUse, Rejection, Seen, Spec};
+    let from = Footing { entity: ALLOCATION, version: 3 };
+    let first = Some(Grant { roles: [PlatformRole::PlatformOperations].into(), from });
+    let approve = |change, role| Approve {
+        change,
+        reason: text(),
+        role,
+        impact_review: Some(text()),
+        rollback_plan: None,
+        seen: Seen { version: 7, in_use: InUse { nodes: 1, allocations: 2 }, first: first.clone() },
+    };
     let spec = Spec {
         name: "h100".into(),
         gpu_vendor: "nvidia".into(),
@@ -300,12 +310,20 @@ fn of_a_sku() {
         create,
         Command::Revise { price: Some(price), allowed_regions: Some(Vec::new()) },
         Command::Revise { price: None, allowed_regions: None },
-        Command::Activate { reason: text() },
-        Command::Deactivate { reason: text() },
+        Command::Approve(Box::new(approve(Change::Activate, None))),
+        Command::Approve(Box::new(approve(Change::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,
     ];
-    let wrong = Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() };
-    survives::<Sku>(commands, [reply], [Rejection::NotFound, Rejection::Exists, wrong]);
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
+        Rejection::RoleNotHeld { role: Some(PlatformRole::InventoryOwner) },
+        Rejection::RoleNotHeld { role: None },
+        Rejection::ReviewMissing { field: text() },
+        Rejection::Moved,
+    ];
+    survives::<Sku>(commands, [reply], rejections);
 }
 
 #[test]

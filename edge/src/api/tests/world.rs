@@ -266,9 +266,16 @@ impl World {
     pub(super) async fn sku(&self, name: &str, gpus: u32) -> String {
         let created = self.post("/api/v1/admin/skus").admin().json(&sku_body(name, gpus)).send().await;
         let id = created.is(201)["id"].as_str().unwrap().to_owned();
-        let path = format!("/api/v1/admin/skus/{id}/activate");
-        self.post(&path).admin().json(&json!({"reason": "a test"})).send().await.is(200);
+        self.decide(&format!("/api/v1/admin/skus/{id}/activate"), &json!({"reason": "a test"})).await.is(200);
         id
+    }
+
+    /// Both approvals of a SKU's change: of `root` in role `platform_operations` and of `owner` in role `inventory_owner`.
+    pub(super) async fn decide(&self, path: &str, decision: &Value) -> Answer {
+        self.bind("root", "platform_operations").await;
+        self.bind("owner", "inventory_owner").await;
+        self.post(path).admin().json(decision).send().await.is(202);
+        self.post(path).user("owner").json(decision).send().await
     }
 
     /// A registered node of the SKU.
