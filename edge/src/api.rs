@@ -6,6 +6,7 @@ mod document;
 mod field;
 mod health;
 mod node;
+mod overview;
 mod platform_role;
 mod routing;
 mod runtime;
@@ -102,6 +103,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/platform-roles/bindings"            => platform_role::list;
         Admin  PostOnce "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;
         Admin  Delete   "/api/v1/admin/platform-roles/bindings"            => platform_role::revoke, NotFound;
+
+        Admin  Get      "/api/v1/admin/overview"                           => overview::overview;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

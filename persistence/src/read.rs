@@ -5,6 +5,7 @@
 mod audit;
 mod bindings;
 mod entity;
+mod gpus;
 mod policy;
 mod shard;
 mod waiting;
@@ -12,6 +13,7 @@ mod waiting;
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
 pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, StateCount};
+pub use gpus::GpuCount;
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 

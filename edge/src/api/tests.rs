@@ -5,6 +5,7 @@ mod allocations;
 mod contract;
 mod inputs;
 mod nodes;
+mod overview;
 mod people;
 mod platform_roles;
 mod repetitions;
