@@ -155,3 +155,28 @@ ensure_all() {
     ensure_nats
     say "rust $(cargo --version | cut -d' ' -f2) · postgres in $(find_postgres) · nats-server at $(find_nats)"
 }
+
+# The identity provider that somebody else wrote, for the one test that logs a user in with it. Its versions and digests are those of
+# the lock file in tests/oidc-provider.
+node_at_least=18
+has_node() { have node && have npm && at_least "$(node --version | tr -d v)" "$node_at_least"; }
+
+ensure_foreign_provider() {
+    local from=$root/tests/oidc-provider to=$tools/oidc-provider
+    if ! has_node; then
+        apt nodejs npm
+        has_node || fail "apt has no Node.js of version $node_at_least or later. Put node and npm on PATH."
+    fi
+    if [ ! -d "$to/node_modules/oidc-provider" ] || ! cmp -s "$from/package-lock.json" "$to/package-lock.json"; then
+        say "taking the foreign identity provider from npm into .dev/tools"
+        rm -rf "$to.new"
+        mkdir -p "$to.new"
+        cp "$from/package.json" "$from/package-lock.json" "$to.new/"
+        (cd "$to.new" && npm ci --silent --ignore-scripts --no-audit --no-fund) ||
+            { rm -rf "$to.new"; fail "npm cannot install tests/oidc-provider; its registry must be reachable."; }
+        rm -rf "$to"
+        mv "$to.new" "$to"
+    fi
+    # Beside the modules that it imports, and as it stands in the checkout.
+    cp "$from/server.mjs" "$to/server.mjs"
+}

@@ -4,6 +4,7 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::host::Host;
 use crate::place::shard_of;
 use crate::ports::{Remote, RemoteError};
+use chrono::TimeDelta;
 use domain::id::Visitor;
 use domain::machine::Command as _;
 use domain::{EntityRef, Machine, Permit, Shard};
@@ -25,6 +26,8 @@ const RETRY: Duration = Duration::from_millis(25);
 pub struct Directory {
     host: Arc<Host>,
     remote: Arc<dyn Remote>,
+    /// How long a shard's owner is looked for, where that is less than a command's deadline.
+    seeks_for: Option<TimeDelta>,
 }
 
 /// A command on its way to another member.
@@ -48,7 +51,13 @@ type Encoded = Result<Answered<serde_json::Value>, AskError<serde_json::Value>>;
 impl Directory {
     #[must_use]
     pub fn new(host: Arc<Host>, remote: Arc<dyn Remote>) -> Self {
-        Self { host, remote }
+        Self { host, remote, seeks_for: None }
+    }
+
+    /// The same, for those who rather come again than wait long for a shard that nobody holds.
+    #[must_use]
+    pub fn seeking_for(&self, at_most: TimeDelta) -> Self {
+        Self { seeks_for: Some(at_most), ..self.clone() }
     }
 
     /// Asks `command` of an entity, under a permit for it.
@@ -63,6 +72,8 @@ impl Directory {
             return Err(AskError::Denied);
         }
         let shard = shard_of(id);
+        let seek_until =
+            self.seeks_for.map_or(asked.deadline, |at_most| asked.deadline.min(self.host.world().now() + at_most));
         loop {
             let answer = if self.host.term(shard).is_some() {
                 self.host.ask::<M>(id, command.clone(), asked.clone()).await
@@ -70,7 +81,7 @@ impl Directory {
                 self.ask_elsewhere::<M>(shard, id, &command, &asked).await
             };
             match answer {
-                Err(AskError::NotOwner) if self.host.world().now() + RETRY < asked.deadline => {
+                Err(AskError::NotOwner) if self.host.world().now() + RETRY < seek_until => {
                     tokio::time::sleep(RETRY).await;
                 }
                 Err(AskError::NotOwner) => {

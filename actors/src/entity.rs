@@ -1,7 +1,7 @@
 //! The ractor actor that hosts one entity's [`Shell`]: it carries out what the shell asks for, and awaits nothing in its mailbox.
 
 use crate::ask::{Answer, AskError};
-use crate::host::{Exit, Facts, Host, Slot};
+use crate::host::{Exit, Facts, Host, Memory, Slot};
 use crate::ports::Term;
 use crate::shell::{Ask, Input, Now, Output, Shell};
 use domain::{EntityRef, Machine};
@@ -21,11 +21,14 @@ impl<M> Entity<M> {
     }
 }
 
-pub(crate) struct Start {
+pub(crate) struct Start<M> {
     pub(crate) id: Uuid,
     pub(crate) term: Term,
     pub(crate) host: Arc<Host>,
     pub(crate) facts: Arc<Facts>,
+    pub(crate) memory: Arc<Memory<M>>,
+    /// Its first command makes it.
+    pub(crate) new: bool,
 }
 
 pub(crate) enum Message<M: Machine> {
@@ -45,19 +48,26 @@ pub(crate) struct Hosted<M: Machine> {
     shell: Shell<M>,
     host: Arc<Host>,
     facts: Arc<Facts>,
+    memory: Arc<Memory<M>>,
     waiters: BTreeMap<u64, Waiter<M>>,
 }
 
 impl<M: Machine> Actor for Entity<M> {
     type Msg = Message<M>;
     type State = Hosted<M>;
-    type Arguments = Start;
+    type Arguments = Start<M>;
 
-    async fn pre_start(&self, myself: ActorRef<Self::Msg>, start: Start) -> Result<Hosted<M>, ActorProcessingErr> {
-        let (shell, load) = Shell::start(start.id, start.term);
-        let entity = EntityRef { kind: M::KIND, id: start.id };
-        let mut hosted = Hosted { entity, shell, host: start.host, facts: start.facts, waiters: BTreeMap::new() };
-        hosted.carry_out(vec![load], &myself);
+    async fn pre_start(&self, myself: ActorRef<Self::Msg>, start: Start<M>) -> Result<Hosted<M>, ActorProcessingErr> {
+        let Start { id, term, host, facts, memory, new } = start;
+        let (shell, first) = if new {
+            (Shell::start_new(id, term), None)
+        } else {
+            let (shell, load) = Shell::start(id, term);
+            (shell, Some(load))
+        };
+        let entity = EntityRef { kind: M::KIND, id };
+        let mut hosted = Hosted { entity, shell, host, facts, memory, waiters: BTreeMap::new() };
+        hosted.carry_out(first.into_iter().collect(), &myself);
         Ok(hosted)
     }
 
@@ -80,6 +90,8 @@ impl<M: Machine> Actor for Entity<M> {
         let before = hosted.shell.version();
         let outputs = hosted.shell.on(input, now);
         hosted.facts.note(hosted.shell.state(), hosted.shell.version());
+        // Before anything is handed over or answered: what the store may have beyond it is not remembered.
+        hosted.memory.set(hosted.shell.settled());
         if hosted.shell.version() != before {
             hosted.host.changed(hosted.entity);
         }

@@ -9,6 +9,7 @@ use crate::shell::{Ask, Input};
 use crate::watch::{Watch, Watches};
 use dashmap::DashMap;
 use domain::commit::Epoch;
+use domain::machine::Command as _;
 use domain::{CommandId, EntityRef, Kind, Machine, Shard, Timestamp};
 use ractor::{Actor, ActorCell, ActorId, ActorProcessingErr, ActorRef, ActorRuntime, ActorStatus, SupervisionEvent};
 use serde::{Deserialize, Serialize};
@@ -83,11 +84,27 @@ struct Awake {
     /// `ActorRef<Message<M>>` of the entity's machine.
     mailbox: Arc<dyn Any + Send + Sync>,
     facts: Arc<Facts>,
+    /// `Arc<Memory<M>>` of the entity's machine.
+    memory: Arc<dyn Any + Send + Sync>,
     put_to_sleep: fn(&(dyn Any + Send + Sync)),
 }
 
 /// An entity's mailbox, and what stands in front of it.
 type Found<M> = (ActorRef<Message<M>>, Arc<Facts>);
+
+/// What an awake entity is, for those who read past its mailbox: its last committed state and version; nothing while a commit is
+/// under way, since the store may then be ahead.
+pub(crate) struct Memory<M>(Mutex<Option<(Arc<M>, i64)>>);
+
+impl<M> Memory<M> {
+    const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    pub(crate) fn set(&self, settled: Option<(Arc<M>, i64)>) {
+        *lock(&self.0) = settled;
+    }
+}
 
 /// What an operator sees of an entity that is awake.
 pub struct Facts {
@@ -389,7 +406,7 @@ impl Host {
             }
             slot.command = Some((Arc::clone(&self.in_flight), key.id));
         }
-        let (mailbox, facts) = self.wake::<M>(entity, &owned)?;
+        let (mailbox, facts) = self.wake::<M>(entity, &owned, command.creates())?;
         let slot = slot.and_in_front_of(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
@@ -401,11 +418,23 @@ impl Host {
         Ok(answered)
     }
 
-    /// The entity's mailbox, with an actor behind it.
+    /// The entity as it was committed last, where it is awake here and this process may answer from its memory; `None` says only
+    /// that the store has to be asked.
+    #[must_use]
+    pub fn remembered<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
+        let awake = self.awake.get(&EntityRef { kind: M::KIND, id })?;
+        let settled = lock(&awake.memory.downcast_ref::<Memory<M>>()?.0).clone()?;
+        // Asked after it was read: what was true under a fresh renewal is an answer.
+        let ours = !awake.owned.closing.load(Ordering::SeqCst) && self.world.may_answer_from_memory();
+        ours.then_some(settled)
+    }
+
+    /// The entity's mailbox, with an actor behind it. `new`: the command that wakes it makes it.
     fn wake<M: Machine>(
         self: &Arc<Self>,
         entity: EntityRef,
         owned: &Arc<OwnedShard>,
+        new: bool,
     ) -> Result<Found<M>, AskError<M::Rejection>> {
         let other_kind = || AskError::Unavailable { reason: "the entity is of another kind".to_owned() };
         if let Some(awake) = self.awake.get(&entity) {
@@ -417,8 +446,15 @@ impl Host {
             // It stands in the directory before it runs: it cannot leave before it has come.
             dashmap::Entry::Vacant(vacant) => {
                 let facts = Arc::new(Facts::new(self.world.now()));
-                let start =
-                    Start { id: entity.id, term: owned.term, host: Arc::clone(self), facts: Arc::clone(&facts) };
+                let memory = Arc::new(Memory::<M>::new());
+                let start = Start {
+                    id: entity.id,
+                    term: owned.term,
+                    host: Arc::clone(self),
+                    facts: Arc::clone(&facts),
+                    memory: Arc::clone(&memory),
+                    new,
+                };
                 let supervisor = owned.supervisor.get_cell();
                 let spawned = ActorRuntime::spawn_linked_instant(None, Entity::<M>::new(), start, supervisor);
                 let (mailbox, _) = spawned.map_err(|error| AskError::Unavailable { reason: error.to_string() })?;
@@ -428,6 +464,7 @@ impl Host {
                     cell: mailbox.get_cell(),
                     mailbox: Arc::new(mailbox.clone()),
                     facts: Arc::clone(&facts),
+                    memory,
                     put_to_sleep: put_to_sleep::<M>,
                 });
                 (mailbox, facts)

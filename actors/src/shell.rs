@@ -22,6 +22,7 @@ use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcom
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use uuid::Uuid;
 
 /// A version that keeps moving under a decision is somebody else writing: after this many reloads the command is given back.
@@ -76,8 +77,10 @@ pub struct Now<'a> {
 pub struct Shell<M: Machine> {
     id: Uuid,
     term: Term,
-    state: Option<M>,
+    state: Option<Arc<M>>,
     version: i64,
+    /// Nobody has looked whether there is one: it was woken by a command that makes it.
+    supposed: bool,
     phase: Phase<M>,
     waiting: VecDeque<Ask<M>>,
 }
@@ -93,7 +96,7 @@ enum Phase<M: Machine> {
     },
     Committing {
         ask: Ask<M>,
-        next: Box<M>,
+        next: Arc<M>,
         reply: M::Reply,
         effects: Vec<Effect>,
         reloads: u8,
@@ -109,7 +112,7 @@ enum Phase<M: Machine> {
 enum Decided<M: Machine> {
     Rejected(M::Rejection),
     Unchanged { reply: M::Reply, effects: Vec<Effect> },
-    Changed { commit: Box<Commit>, next: Box<M>, reply: M::Reply, effects: Vec<Effect> },
+    Changed { commit: Box<Commit>, next: Arc<M>, reply: M::Reply, effects: Vec<Effect> },
 }
 
 /// How a command came to its reply.
@@ -122,9 +125,16 @@ enum How {
 impl<M: Machine> Shell<M> {
     /// A shell that asks for its snapshot at once.
     pub fn start(id: Uuid, term: Term) -> (Self, Output<M>) {
-        let shell =
-            Self { id, term, state: None, version: 0, phase: Phase::Loading { reloads: 0 }, waiting: VecDeque::new() };
+        let phase = Phase::Loading { reloads: 0 };
+        let shell = Self { id, term, state: None, version: 0, supposed: false, phase, waiting: VecDeque::new() };
         (shell, Output::Load)
+    }
+
+    /// A shell for an entity that its first command makes: it supposes that there is none. The commit finds out, and whatever is
+    /// answered without a commit is looked up before.
+    pub fn start_new(id: Uuid, term: Term) -> Self {
+        let phase = Phase::Ready { reloads: 0 };
+        Self { id, term, state: None, version: 0, supposed: true, phase, waiting: VecDeque::new() }
     }
 
     /// Takes one input and says what is to be done, in order.
@@ -146,8 +156,16 @@ impl<M: Machine> Shell<M> {
     }
 
     /// The last committed state.
-    pub const fn state(&self) -> Option<&M> {
-        self.state.as_ref()
+    pub fn state(&self) -> Option<&M> {
+        self.state.as_deref()
+    }
+
+    /// The state and its version where they are the last of all: nothing is being committed, so the store holds no later ones.
+    pub fn settled(&self) -> Option<(Arc<M>, i64)> {
+        match self.phase {
+            Phase::Ready { .. } | Phase::Looking { .. } => self.state.clone().map(|state| (state, self.version)),
+            Phase::Loading { .. } | Phase::Committing { .. } | Phase::Over => None,
+        }
     }
 
     pub const fn version(&self) -> i64 {
@@ -162,12 +180,12 @@ impl<M: Machine> Shell<M> {
         let Phase::Loading { reloads } = self.phase else { return };
         match loaded {
             Ok(None) => {
-                (self.state, self.version) = (None, 0);
+                (self.state, self.version, self.supposed) = (None, 0, false);
                 self.phase = Phase::Ready { reloads };
             }
             Ok(Some(snapshot)) => match serde_json::from_str::<M>(&snapshot.body) {
                 Ok(state) => {
-                    (self.state, self.version) = (Some(state), snapshot.version);
+                    (self.state, self.version, self.supposed) = (Some(Arc::new(state)), snapshot.version, false);
                     self.phase = Phase::Ready { reloads };
                 }
                 Err(error) => {
@@ -213,6 +231,12 @@ impl<M: Machine> Shell<M> {
         }
         // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
         match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, now))) {
+            // Nothing is answered from a supposition.
+            Ok(Ok(Decided::Rejected(_) | Decided::Unchanged { .. })) if self.supposed => {
+                self.waiting.push_front(ask);
+                self.phase = Phase::Loading { reloads };
+                out.push(Output::Load);
+            }
             Ok(Ok(Decided::Rejected(rejection))) => match &ask.asked.command {
                 // It may be refused because it was carried out before: then its first reply is the answer.
                 Some(key) if key.keep_reply => {
@@ -252,7 +276,7 @@ impl<M: Machine> Shell<M> {
             id: self.id,
             version: self.version,
         };
-        let mut step = match M::decide(self.state.as_ref(), ask.command.clone(), &ctx) {
+        let mut step = match M::decide(self.state.as_deref(), ask.command.clone(), &ctx) {
             Ok(step) => step,
             Err(rejection) => return Ok(Decided::Rejected(rejection)),
         };
@@ -260,7 +284,7 @@ impl<M: Machine> Shell<M> {
             return Ok(Decided::Unchanged { reply: step.reply, effects: step.effects });
         };
         let commit = Box::new(self.commit(ask, &next, &step, &ctx)?);
-        Ok(Decided::Changed { commit, next: Box::new(next), reply: step.reply, effects: step.effects })
+        Ok(Decided::Changed { commit, next: Arc::new(next), reply: step.reply, effects: step.effects })
     }
 
     fn commit(&self, ask: &Ask<M>, next: &M, step: &Step<M>, ctx: &Ctx<'_>) -> Result<Commit, serde_json::Error> {
@@ -282,7 +306,7 @@ impl<M: Machine> Shell<M> {
             epoch: self.term.epoch,
             expected_version: self.version,
             snapshot: serde_json::to_string(next)?,
-            from_state: self.state.as_ref().map(Machine::state),
+            from_state: self.state.as_deref().map(Machine::state),
             to_state: next.state(),
             keys: next.keys(),
             timer: timer_of(next),
@@ -310,7 +334,7 @@ impl<M: Machine> Shell<M> {
         let refuse = |error, out: &mut Vec<Output<M>>| out.push(Output::Reply(ask.token, Err(error)));
         match outcome {
             Outcome::Applied => {
-                self.state = Some(*next);
+                (self.state, self.supposed) = (Some(next), false);
                 self.version += 1;
                 out.push(Output::Reply(ask.token, self.answer(reply, How::Written)));
                 out.extend(effects.into_iter().map(Output::Perform));
@@ -364,7 +388,8 @@ impl<M: Machine> Shell<M> {
         };
         match serde_json::from_str(&reply) {
             Ok(reply) => self.answer(reply, How::Replayed),
-            Err(error) => Err(AskError::Broken { reason: format!("the kept reply cannot be read: {error}") }),
+            // It was carried out, and what came of it cannot be told.
+            Err(error) => Err(AskError::Unknown { reason: format!("the kept reply cannot be read: {error}") }),
         }
     }
 

@@ -134,6 +134,7 @@ pub(crate) fn user(user_id: &str, roles: &[Role]) -> Principal {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     })
 }
 
@@ -305,11 +306,12 @@ pub(crate) struct Clockwork {
     began: Instant,
     policy: Arc<PolicyBook>,
     seed: Mutex<u128>,
+    pub(crate) lease_is_over: Mutex<bool>,
 }
 
 impl Clockwork {
     pub(crate) fn new() -> Self {
-        Self { began: Instant::now(), policy: Arc::default(), seed: Mutex::new(1) }
+        Self { began: Instant::now(), policy: Arc::default(), seed: Mutex::new(1), lease_is_over: Mutex::new(false) }
     }
 }
 
@@ -326,6 +328,10 @@ impl World for Clockwork {
 
     fn policy(&self) -> Arc<PolicyBook> {
         Arc::clone(&self.policy)
+    }
+
+    fn may_answer_from_memory(&self) -> bool {
+        !*self.lease_is_over.lock().unwrap()
     }
 }
 

@@ -29,6 +29,7 @@ use crate::journal::{Journal, JournalError};
 use crate::sandbox::Sandbox;
 use crate::simulate::{Misbehaviour, Simulated};
 use crate::store::{self, StoreError};
+use crate::system::{self, System};
 use crate::{chain, inventory};
 
 mod beat;
@@ -72,6 +73,8 @@ pub enum Fatal {
     #[error("the process could not be set up")]
     Runtime(#[source] std::io::Error),
     #[error(transparent)]
+    System(#[from] system::OpenError),
+    #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -92,7 +95,12 @@ impl Fatal {
             Self::CertificateExpired { .. } => 5,
             Self::UpgradeRequired(_) => 6,
             Self::AlreadyRunning => 7,
-            Self::Runtime(_) | Self::Store(_) | Self::Identity(_) | Self::Client(_) | Self::Journal(_) => 1,
+            Self::Runtime(_)
+            | Self::System(_)
+            | Self::Store(_)
+            | Self::Identity(_)
+            | Self::Client(_)
+            | Self::Journal(_) => 1,
         })
     }
 
@@ -107,6 +115,7 @@ impl Fatal {
             Self::UpgradeRequired(_) => "upgrade_required",
             Self::AlreadyRunning => "already_running",
             Self::Runtime(_) => "runtime",
+            Self::System(_) => "executor",
             Self::Store(_) => "node_storage",
             Self::Identity(_) => "identity",
             Self::Client(_) => "client",
@@ -138,14 +147,20 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), Fatal> {
         Gpus::Simulated(gpus) => warn!(gpus = gpus.len(), "GPUs are simulated: this node computes nothing"),
         Gpus::Absent { why } => warn!(why, "no GPU driver: this node offers no GPU; --simulate-gpus N makes some up"),
     }
-    let sandbox = Sandbox::open(&config.state_dir, Arc::clone(&gpus))?;
-    let executor: Arc<dyn Executor> = if config.misbehaviour == Misbehaviour::default() {
-        Arc::new(sandbox)
-    } else {
-        warn!(misbehaviour = ?config.misbehaviour, "the hardware is simulated to misbehave");
-        Arc::new(Simulated::new(sandbox, config.misbehaviour.clone()))
+    let executor: Arc<dyn Executor> = match &config.system {
+        Some(settings) => misbehaving(System::open(&config.state_dir, settings.clone(), Arc::clone(&gpus))?, &config),
+        None => misbehaving(Sandbox::open(&config.state_dir, Arc::clone(&gpus))?, &config),
     };
     run_with(config, gpus, executor, stop).await
+}
+
+/// The executor, with the faults that its simulated hardware was told to have.
+fn misbehaving(executor: impl Executor, config: &Config) -> Arc<dyn Executor> {
+    if config.misbehaviour == Misbehaviour::default() {
+        return Arc::new(executor);
+    }
+    warn!(misbehaviour = ?config.misbehaviour, "the hardware is simulated to misbehave");
+    Arc::new(Simulated::new(executor, config.misbehaviour.clone()))
 }
 
 /// Runs the agent over another machine than the one it is on.

@@ -15,6 +15,7 @@ use wire::{Token, VerifierSet};
 use crate::gpus::SimulatedGpus;
 use crate::simulate::{Misbehaviour, SimulatedFailure};
 use crate::store::{self, StoreError};
+use crate::system::Settings;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
 const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
@@ -53,6 +54,9 @@ pub struct Flags {
     /// Folder of the journal, the identity and the allocations [SVC_NODE_AGENT_STATE_DIR, default /var/lib/gpuaas-agent]
     #[arg(long)]
     pub state_dir: Option<PathBuf>,
+    /// How tenants are kept apart: `system` makes Linux users and needs root, `sandbox` enforces nothing
+    #[arg(long, env = "SVC_NODE_AGENT_EXECUTOR", default_value = "sandbox")]
+    pub executor: ExecutorChoice,
     /// Tasks executed at once
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub max_concurrent_tasks: u16,
@@ -76,6 +80,14 @@ pub struct Flags {
     pub simulate_failure: Option<SimulatedFailure>,
 }
 
+/// How the agent keeps tenants apart.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum ExecutorChoice {
+    #[default]
+    Sandbox,
+    System,
+}
+
 /// A complete configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -93,6 +105,8 @@ pub struct Config {
     pub verifier_set: VerifierSet,
     pub state_dir: PathBuf,
     pub max_concurrent_tasks: usize,
+    /// What the `system` executor was told; `None` for `sandbox`.
+    pub system: Option<Settings>,
     pub simulated_gpus: Option<SimulatedGpus>,
     pub misbehaviour: Misbehaviour,
 }
@@ -179,6 +193,10 @@ impl Config {
             key_path: path(&flags.key_path, names::KEY_PATH, "node.key"),
             verifier_set: VerifierSet::from_env_value(&keys)?,
             max_concurrent_tasks: usize::from(flags.max_concurrent_tasks),
+            system: match flags.executor {
+                ExecutorChoice::Sandbox => None,
+                ExecutorChoice::System => Some(system_settings(&sources)?),
+            },
             simulated_gpus: flags.simulate_gpus.map(|count| SimulatedGpus {
                 count,
                 model: flags.gpu_model.clone(),
@@ -220,6 +238,47 @@ impl<'a> Sources<'a> {
     fn flag_or(&self, flag: Option<&String>, name: &'static str) -> Result<String, ConfigError> {
         flag.map_or_else(|| self.require(name), |value| Ok(value.clone()))
     }
+}
+
+const UIDS: &str = "SVC_NODE_AGENT_UIDS";
+const HOMES: &str = "SVC_NODE_AGENT_HOMES";
+const KEYS: &str = "SVC_NODE_AGENT_AUTHORIZED_KEYS";
+const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
+const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
+
+/// What the environment says of tenants' accounts; the rest is as in [`Settings::default`].
+fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
+    let defaults = Settings::default();
+    let folder = |name: &'static str, default: PathBuf| match sources.get(name).map(PathBuf::from) {
+        Some(path) if path.is_absolute() => Ok(path),
+        Some(_) => Err(ConfigError::Value { name, expected: "an absolute path" }),
+        None => Ok(default),
+    };
+    let uids = match sources.get(UIDS) {
+        Some(text) => uid_range(&text)
+            .ok_or(ConfigError::Value { name: UIDS, expected: "a range of uids from 1000 on, as 70000-99999" })?,
+        None => defaults.uids,
+    };
+    let commands = sources.get(SUDO_COMMANDS).unwrap_or_default();
+    let commands = commands.split(',').map(str::trim).filter(|command| !command.is_empty());
+    let sudo_commands = commands
+        .map(str::parse)
+        .collect::<Result<_, _>>()
+        .map_err(|_| ConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })?;
+    Ok(Settings {
+        uids,
+        homes: folder(HOMES, defaults.homes)?,
+        keys: folder(KEYS, defaults.keys)?,
+        sudo_commands,
+        devices: folder(DEVICES, defaults.devices)?,
+    })
+}
+
+fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
+    let (first, last) = text.split_once('-')?;
+    let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+    // Below 1000 lie the system's own; the last two mean "nobody" and "no change".
+    (first >= 1000 && first <= last && last < u32::MAX - 1).then_some(first..=last)
 }
 
 fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, ConfigError> {
@@ -294,6 +353,37 @@ mod tests {
         assert_eq!(config.ca_bundle_pem, CA);
         assert_eq!(std::fs::read_to_string(folder.path().join("etc/ca.pem")).unwrap(), CA);
         assert!(!format!("{config:?}").contains("hunter2"));
+    }
+
+    #[test]
+    fn what_an_operator_says_of_accounts_is_taken_or_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let whole = bundle(folder.path()).to_env_file().unwrap();
+        let path = folder.path().join("agent.env");
+        std::fs::write(&path, whole).unwrap();
+        let gather = |name: &'static str, value: &'static str| {
+            let flags = Flags { env_file: Some(path.clone()), executor: ExecutorChoice::System, ..Flags::default() };
+            Config::gather(&flags, |asked| (asked == name).then(|| value.to_owned()))
+        };
+        let settings = |name, value| gather(name, value).unwrap().system.unwrap();
+        assert_eq!(settings("NONE", ""), Settings::default());
+        assert_eq!(settings(UIDS, "5000-5009").uids, 5000..=5009);
+        assert_eq!(settings(SUDO_COMMANDS, "/bin/a, /bin/b").sudo_commands.len(), 2);
+        for (name, value) in [
+            (UIDS, "0-5"),
+            (UIDS, "5000"),
+            (UIDS, "6000-5000"),
+            (UIDS, "5000-4294967295"),
+            (SUDO_COMMANDS, "ALL"),
+            (SUDO_COMMANDS, "/bin/sh *"),
+            (HOMES, "home"),
+            (DEVICES, "../dev"),
+        ] {
+            assert!(
+                matches!(gather(name, value), Err(ConfigError::Value { name: told, .. }) if told == name),
+                "{value}"
+            );
+        }
     }
 
     #[test]

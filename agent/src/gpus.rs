@@ -39,6 +39,20 @@ pub enum DeviceUse {
     Unknown(String),
 }
 
+/// What a device's memory holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MemoryUse {
+    /// No more than the driver keeps for itself.
+    DriverOnly,
+    /// So much beyond that.
+    Held { mib: u64 },
+    /// It could not be looked at.
+    Unknown(String),
+}
+
+/// What a driver with its persistence daemon keeps on an idle device at the most.
+const OF_THE_DRIVER_MIB: u64 = 1024;
+
 impl Gpus {
     /// Uses what was asked to be simulated, else the driver where there is one.
     #[must_use]
@@ -95,6 +109,32 @@ impl Gpus {
                 Err(error) => DeviceUse::Unknown(error.to_string()),
             },
             Self::Simulated(_) | Self::Absent { .. } => DeviceUse::Idle,
+        }
+    }
+
+    /// What is kept in a device's memory at this moment. The driver clears a page before it gives it to another process, so this
+    /// tells of processes that NVML does not list.
+    #[must_use]
+    pub fn memory_of(&self, uuid: &str) -> MemoryUse {
+        match self {
+            Self::Nvml(nvml) => match nvml.device_by_uuid(uuid).and_then(|device| device.memory_info()) {
+                Ok(memory) if memory.used / MIB <= OF_THE_DRIVER_MIB => MemoryUse::DriverOnly,
+                Ok(memory) => MemoryUse::Held { mib: memory.used / MIB },
+                Err(error) => MemoryUse::Unknown(error.to_string()),
+            },
+            Self::Simulated(_) | Self::Absent { .. } => MemoryUse::DriverOnly,
+        }
+    }
+
+    /// The number in the name of a device's node, `/dev/nvidiaN`. Made-up GPUs are numbered as they are listed.
+    ///
+    /// # Errors
+    /// The driver's, when it is there and does not answer.
+    pub fn minor_of(&self, uuid: &str) -> Result<Option<u32>, NvmlError> {
+        match self {
+            Self::Nvml(nvml) => nvml.device_by_uuid(uuid)?.minor_number().map(Some),
+            Self::Simulated(gpus) => Ok(gpus.iter().find(|gpu| gpu.uuid == uuid).map(|gpu| gpu.index)),
+            Self::Absent { .. } => Ok(None),
         }
     }
 }

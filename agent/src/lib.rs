@@ -15,9 +15,12 @@ pub mod inventory;
 pub mod journal;
 pub mod logging;
 pub mod plan;
+pub mod reservations;
 pub mod sandbox;
 pub mod simulate;
 pub mod store;
+pub mod system;
+pub mod tenant;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

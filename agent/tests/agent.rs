@@ -37,7 +37,7 @@ async fn a_node_enrolls_makes_an_allocation_and_proves_that_it_is_gone() {
     assert_eq!(gone.status, TaskStatus::Succeeded, "{gone:?}");
     let recovery_key = fake.seen().recovery_key.unwrap();
     let report = CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap();
-    assert!(report.is_clean());
+    assert!(report.is_clean(wire::inventory::ExecutorKind::Sandbox));
     let bound = (report.node_id, report.allocation_id, report.task_id, report.attempt);
     assert_eq!(bound, (fake.node_id, allocation_id, release.task_id, 1));
     let boot_id = fake.seen().heartbeats[0].boot_id;

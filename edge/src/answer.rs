@@ -1,7 +1,7 @@
 //! What a user or administrator is told when a command was not carried out: one table per machine, every rejection spelled out.
 
 use actors::AskError;
-use domain::{allocation, bindings, node, sku, tenant};
+use domain::{allocation, bindings, node, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -208,6 +208,11 @@ impl Explain for tenant::Rejection {
             R::TooManyKeys => {
                 conflict(format!("You have {} keys, which is the most; delete one first.", tenant::MAX_KEYS))
             }
+            R::TooManyServiceAccounts { limit } => conflict(format!(
+                "You may have {limit} service accounts; delete one that nothing uses, then try again."
+            ))
+            .detail("policy_key", "auth.service_accounts_per_user")
+            .detail("limit", limit),
             rejection @ R::OverQuota { .. } => unexpected(&rejection),
         }
     }
@@ -220,6 +225,26 @@ impl Explain for bindings::Rejection {
                 Code::NotFound,
                 "The role is not bound to this subject; GET /api/v1/admin/platform-roles/bindings lists what is.",
             ),
+        }
+    }
+}
+
+impl Explain for service_account::Rejection {
+    fn explain(self) -> ApiError {
+        use service_account::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("service account"),
+            R::KeyNotFound => ApiError::not_found("key of this service account"),
+            R::Exists => conflict("The service account exists already."),
+            R::RolesNotHeld => ApiError::forbidden(
+                "A service account gets no role that you do not have yourself; ask for fewer in `roles`.",
+            )
+            .detail("field", "roles"),
+            R::TooManyKeys { limit } => conflict(format!(
+                "The service account has {limit} keys, which is the most; revoke one that nothing uses."
+            ))
+            .detail("policy_key", "auth.service_account_keys_max")
+            .detail("limit", limit),
         }
     }
 }
@@ -300,10 +325,20 @@ mod tests {
             tenant::Rejection::KeyExists { existing: SshKeyId(id) },
             tenant::Rejection::TooManyKeys,
             tenant::Rejection::OverQuota { limit: 1 },
+            tenant::Rejection::TooManyServiceAccounts { limit: 20 },
         ] {
             row(&mut table, "ssh key", &rejection.explain());
         }
         row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
+        for rejection in [
+            service_account::Rejection::NotFound,
+            service_account::Rejection::KeyNotFound,
+            service_account::Rejection::Exists,
+            service_account::Rejection::RolesNotHeld,
+            service_account::Rejection::TooManyKeys { limit: 5 },
+        ] {
+            row(&mut table, "service account", &rejection.explain());
+        }
         for error in [
             AskError::Denied,
             AskError::InProgress,

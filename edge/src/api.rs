@@ -1,15 +1,18 @@
 //! The public API: one page of routes, one file per noun (decisions 4, 5 and 7).
 
+mod access_token;
 mod allocation;
 mod asking;
 mod document;
 mod field;
 mod health;
+mod identity_keys;
 mod node;
 mod overview;
 mod platform_role;
 mod routing;
 mod runtime;
+mod service_account;
 mod sku;
 mod ssh_key;
 mod stored;
@@ -37,6 +40,7 @@ pub fn router(services: Services) -> Router {
     let router = router
         .layer(Extension(document::Document::of(&api)))
         .layer(Extension(allocation::Streams::default()))
+        .layer(Extension(access_token::Failures::default()))
         .with_state(services);
     finished(router, Service { name: "api", tells_route: false })
 }
@@ -99,6 +103,15 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+
+        User   Get      "/api/v1/service-accounts"                         => service_account::list;
+        User   PostOnce "/api/v1/service-accounts"                         => service_account::create, StateConflict;
+        Client Post     "/api/v1/service-accounts/token"                   => access_token::issue;
+        User   Get      "/api/v1/service-accounts/{id}"                    => service_account::get, NotFound;
+        User   Delete   "/api/v1/service-accounts/{id}"                    => service_account::delete, NotFound;
+        User   Post     "/api/v1/service-accounts/{id}/keys"               => service_account::add_key, NotFound, StateConflict;
+        User   Delete   "/api/v1/service-accounts/{id}/keys/{key_id}"      => service_account::revoke_key, NotFound;
+        Internal Post   "/internal/auth/jwks/refresh"                      => identity_keys::refresh, RateLimited, UpstreamError;
 
         Admin  Get      "/api/v1/admin/platform-roles/bindings"            => platform_role::list;
         Admin  PostOnce "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;

@@ -2,7 +2,8 @@
 //! spirit; Keycloak's claims by default), verified against its published keys.
 //!
 //! A token is believed for its signature by a key of the provider under an algorithm of the allowlist, never for what its
-//! own header brings along (`jwk`, `jku`, `x5u`, `x5c` are not read).
+//! own header brings along (`jwk`, `jku`, `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself
+//! ([`service_token`]) and told apart by their key id.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -11,6 +12,7 @@ use axum::{
     http::{HeaderMap, HeaderValue, header, request},
 };
 use chrono::{DateTime, Duration, Utc};
+use domain::{ServiceAccountId, ServiceAccountKeyId};
 
 use crate::{
     correlation::Scope,
@@ -18,17 +20,27 @@ use crate::{
 };
 
 pub mod claims;
+pub mod internal;
 pub mod jwks;
+pub mod service_token;
 
 use claims::{ClaimPaths, TokenFault};
 pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
+use service_token::ServiceTokens;
 
 /// The role that administrators have (service specification, "Authentication").
 pub const ADMIN: &str = "admin";
 
 /// The longest token read, in bytes.
 const MAX_TOKEN_LEN: usize = 16 * 1024;
+
+/// The program that makes a request, and the key by which it was known when it got its token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Acting {
+    pub account: ServiceAccountId,
+    pub key: ServiceAccountKeyId,
+}
 
 /// Who makes a request, as the token says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +51,8 @@ pub struct Caller {
     pub project_id: Option<String>,
     pub plan: Option<String>,
     pub token_expires_at: DateTime<Utc>,
+    /// The service account that acts for the user; `None` where the user asks.
+    pub acting: Option<Acting>,
 }
 
 impl Caller {
@@ -91,12 +105,25 @@ impl TokenRules {
 pub struct Authenticator {
     rules: TokenRules,
     jwks: Jwks,
+    service_tokens: Option<ServiceTokens>,
 }
 
 impl Authenticator {
     #[must_use]
     pub fn new(rules: TokenRules, jwks: Jwks) -> Self {
-        Self { rules, jwks }
+        Self { rules, jwks, service_tokens: None }
+    }
+
+    /// Believes what the control plane itself signs for service accounts, too.
+    #[must_use]
+    pub fn issuing(self, service_tokens: ServiceTokens) -> Self {
+        Self { service_tokens: Some(service_tokens), ..self }
+    }
+
+    /// What signs the tokens of service accounts.
+    #[must_use]
+    pub const fn service_tokens(&self) -> Option<&ServiceTokens> {
+        self.service_tokens.as_ref()
     }
 
     /// The provider's keys, for a forced refresh.
@@ -113,19 +140,47 @@ impl Authenticator {
     pub async fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         let token = bearer(headers)?;
         self.verify(token, Utc::now()).await.map_err(|fault| {
-            if matches!(fault, TokenFault::NoKeys(_)) {
-                ApiError::unavailable(fault)
-            } else if matches!(fault, TokenFault::Expired) {
-                challenge("The access token has expired; get a new one.", EXPIRED).because(fault)
-            } else {
-                challenge("The access token is not accepted here; get one from the identity provider.", INVALID)
-                    .because(fault)
-            }
+            let error = match &fault {
+                TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
+                TokenFault::Expired => challenge("The access token has expired; get a new one.", EXPIRED),
+                TokenFault::Revoked => challenge(
+                    "The service account or the key that this access token was got with is gone; get one with another key.",
+                    INVALID,
+                ),
+                TokenFault::Malformed
+                | TokenFault::Algorithm
+                | TokenFault::KeyId
+                | TokenFault::Header
+                | TokenFault::UnknownKey
+                | TokenFault::Signature
+                | TokenFault::Issuer
+                | TokenFault::Audience
+                | TokenFault::NotYet
+                | TokenFault::TooLong
+                | TokenFault::Claim(_) => {
+                    challenge("The access token is not accepted here; get one from the identity provider.", INVALID)
+                }
+            };
+            error.because(fault)
         })
+    }
+
+    /// Whether a service account still stands behind a token that was verified before: for what lasts longer than a request.
+    ///
+    /// # Errors
+    /// Where Postgres cannot be read.
+    pub async fn still_acts(&self, acting: Acting) -> Result<bool, ApiError> {
+        match &self.service_tokens {
+            Some(tokens) => Ok(tokens.account_of(acting).await?.is_some()),
+            None => Ok(false),
+        }
     }
 
     async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
         let token = claims::Presented::parse(token)?;
+        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.key_id() == token.kid) {
+            return tokens.caller(&token, now).await;
+        }
         let algorithm = token.algorithm(&self.rules.algorithms)?;
         let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
         if keys.is_empty() {
@@ -138,27 +193,38 @@ impl Authenticator {
     }
 }
 
-const MISSING: &str = "Bearer realm=\"gpuaas\"";
-const INVALID: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\"";
+pub(crate) const MISSING: &str = "Bearer realm=\"gpuaas\"";
+pub(crate) const INVALID: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\"";
 const EXPIRED: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\", error_description=\"expired\"";
 const SCOPE: &str = "Bearer realm=\"gpuaas\", error=\"insufficient_scope\"";
 
-fn challenge(message: &'static str, challenge: &'static str) -> ApiError {
+pub(crate) fn challenge(message: &'static str, challenge: &'static str) -> ApiError {
     ApiError::new(Code::Unauthenticated, message).header(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge))
 }
 
-fn bearer(headers: &HeaderMap) -> Result<&str, ApiError> {
-    let missing = || challenge("This route needs an access token; send it as Authorization: Bearer <token>.", MISSING);
+/// The token of the request's one `Authorization: Bearer` header.
+pub(crate) fn bearer(headers: &HeaderMap) -> Result<&str, ApiError> {
+    let missing = |why: &'static str| {
+        challenge("This route needs an access token; send it as Authorization: Bearer <token>.", MISSING).because(why)
+    };
     let mut given = headers.get_all(header::AUTHORIZATION).iter();
-    let (Some(value), None) = (given.next(), given.next()) else { return Err(missing()) };
-    let text = value.to_str().map_err(|_| missing())?;
-    let (scheme, token) = text.split_once(' ').ok_or_else(missing)?;
+    let value = match (given.next(), given.next()) {
+        (Some(value), None) => value,
+        (None, _) => return Err(missing("there is no Authorization header")),
+        (Some(_), Some(_)) => return Err(missing("there are two Authorization headers")),
+    };
+    let not_bearer = || missing("the Authorization header holds no bearer token");
+    let text = value.to_str().map_err(|_| not_bearer())?;
+    let (scheme, token) = text.split_once(' ').ok_or_else(not_bearer)?;
     let token = token.trim_matches(' ');
     if !scheme.eq_ignore_ascii_case("bearer") || token.is_empty() {
-        return Err(missing());
+        return Err(not_bearer());
     }
     if token.len() > MAX_TOKEN_LEN {
-        return Err(challenge("The access token is too long.", INVALID));
+        let why = format!("a token of {} bytes", token.len());
+        return Err(
+            challenge("The access token is too long; get one from the identity provider.", INVALID).because(why)
+        );
     }
     Ok(token)
 }

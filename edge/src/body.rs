@@ -38,6 +38,11 @@ pub struct Json<T>(pub T);
 #[derive(Debug)]
 pub struct JsonOrDefault<T>(pub T);
 
+/// A form, `application/x-www-form-urlencoded`, of type `T`. Fields that `T` does not have are passed over, as OAuth wants it (RFC 6749,
+/// section 3.2).
+#[derive(Debug)]
+pub struct Form<T>(pub T);
+
 /// The path's parameters, as `axum::extract::Path`.
 #[derive(Debug)]
 pub struct Path<T>(pub T);
@@ -68,6 +73,33 @@ impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for JsonOrDef
         media_type?;
         parse_json(&bytes).map(Self)
     }
+}
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Form<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        let given = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let essence = given.unwrap_or_default().split(';').next().unwrap_or_default().trim();
+        if !essence.eq_ignore_ascii_case("application/x-www-form-urlencoded") {
+            let message = "Send the body as a form, with Content-Type: application/x-www-form-urlencoded.";
+            return Err(ApiError::new(Code::UnsupportedMediaType, message));
+        }
+        parse_form(read_body(request).await?).await.map(Self)
+    }
+}
+
+/// What is wrong is not repeated: it may be a secret in the wrong place.
+async fn parse_form<T: DeserializeOwned>(bytes: Bytes) -> Result<T, ApiError> {
+    let refuse = || {
+        ApiError::invalid_request("The body cannot be read as a form: send each field once, percent-encoded in UTF-8.")
+    };
+    if bytes.windows(3).any(|window| window == b"%00") {
+        return Err(refuse());
+    }
+    let form = Request::post("/").header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+    let form = form.body(Body::from(bytes)).map_err(ApiError::internal)?;
+    axum::Form::from_request(form, &()).await.map(|axum::Form(value)| value).map_err(|_| refuse())
 }
 
 impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T> {

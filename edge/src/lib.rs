@@ -10,6 +10,7 @@ pub mod answer;
 pub mod api;
 pub mod auth;
 pub mod body;
+mod buckets;
 pub mod bundle;
 pub mod correlation;
 pub mod error;

@@ -19,6 +19,9 @@ pub trait Runtime: Send + Sync + 'static {
     fn restart_entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>>;
     /// The members, and what each owns.
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>>;
+    /// Tells the other members that the identity provider's keys have changed. Best effort: they find out by themselves when they meet
+    /// a key that they do not know.
+    fn provider_keys_changed(&self);
     /// Whether this process can serve: what `readyz` says.
     fn readiness(&self) -> BoxFuture<'_, Readiness>;
     /// Figures in the Prometheus text format.

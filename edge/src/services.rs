@@ -1,6 +1,7 @@
 //! What the handlers are given: the actors to ask, the store to read, and the keys to sign with.
 
 use crate::auth::Authenticator;
+use crate::auth::internal::InternalToken;
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
@@ -27,6 +28,8 @@ pub struct Parts {
     pub world: Arc<dyn World>,
     pub runtime: Arc<dyn Runtime>,
     pub authenticator: Arc<Authenticator>,
+    /// Opens the forced refresh of the provider's keys; without it that route is not there.
+    pub jwks_refresh_token: Option<InternalToken>,
     pub probe: Probe,
     pub polls: Polls,
     pub connections: Connections,

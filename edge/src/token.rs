@@ -21,6 +21,8 @@ const SECRET_CHARS: usize = 43;
 pub enum Purpose {
     /// Admits a node to enrollment, later to recovery (service specification, "Enrollment token").
     Enrollment,
+    /// Lets a service account get access tokens (specification, "Authentication" 8).
+    ServiceAccountKey,
 }
 
 impl Purpose {
@@ -28,6 +30,7 @@ impl Purpose {
     pub const fn prefix(self) -> &'static str {
         match self {
             Self::Enrollment => "gpuenr_",
+            Self::ServiceAccountKey => "gpusak_",
         }
     }
 }

@@ -71,6 +71,24 @@ impl Cluster {
         .doing("beating")
     }
 
+    /// A process's first beat. Earlier processes of its name are forgotten: it has taken their place, and nobody has to wait for their
+    /// silence before taking their shards.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn join(&self, member: &Member) -> Result<(), StoreError> {
+        let done = sqlx::query("DELETE FROM member WHERE name = $1 AND id <> $2")
+            .bind(&member.name)
+            .bind(member.id.0)
+            .execute(&self.pool)
+            .await
+            .doing("forgetting earlier processes of this name")?;
+        if done.rows_affected() > 0 {
+            tracing::info!(member.name = %member.name, "takes the place of an earlier process of its name");
+        }
+        self.beat(member).await
+    }
+
     /// The members that were heard within `within`, by id.
     ///
     /// # Errors

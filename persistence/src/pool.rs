@@ -3,11 +3,15 @@
 mod undelayed;
 
 use secrecy::{ExposeSecret, SecretString};
+use sqlx::Connection as _;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 use undelayed::undelayed;
+
+/// A connection that rested longer is asked whether it lives before a statement is trusted to it.
+const IDLE: Duration = Duration::from_millis(500);
 
 /// Where the database is and how many connections the reads may hold. The committer's workers hold one more each.
 #[derive(Clone, Debug)]
@@ -64,6 +68,16 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
         .max_connections(config.connections)
         .acquire_timeout(config.acquire_timeout)
         .idle_timeout(Duration::from_secs(300))
+        // The library asks a connection whether it lives before and after each use. After is enough for one that was used just now.
+        .test_before_acquire(false)
+        .before_acquire(|connection, rested| {
+            Box::pin(async move {
+                if rested.idle_for > IDLE {
+                    connection.ping().await?;
+                }
+                Ok(true)
+            })
+        })
         .connect_lazy_with(options))
 }
 

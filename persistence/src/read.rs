@@ -12,7 +12,7 @@ mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow};
 pub use bindings::{BindingFilter, BindingRow};
-pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, StateCount};
+pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, StateCount};
 pub use gpus::GpuCount;
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -2,6 +2,8 @@
 //! named before anything starts.
 
 use anyhow::{Context, bail};
+use edge::auth::internal::InternalToken;
+use edge::auth::{Algorithm, TokenRules};
 use ipnet::IpNet;
 use secrecy::SecretString;
 use std::collections::BTreeSet;
@@ -26,14 +28,23 @@ pub struct Config {
     pub tls_key: PathBuf,
     /// What agents and users trust the server certificate by.
     pub tls_ca: PathBuf,
-    pub oidc_issuer: String,
-    pub oidc_audience: String,
+    pub identity: Identity,
     pub member_name: String,
     pub trust_domain: String,
     pub probe_allowed: Vec<IpNet>,
     /// Ed25519 verifier keys for the bundle; empty: the active one.
     pub bootstrap_verifier_keys: Vec<String>,
     pub roles: BTreeSet<Role>,
+}
+
+/// The identity provider, and what its tokens look like.
+#[derive(Debug)]
+pub struct Identity {
+    /// Its authorities, where the system's do not know its certificate.
+    pub ca: Option<PathBuf>,
+    pub rules: TokenRules,
+    /// Opens `POST /internal/auth/jwks/refresh`; without it that route is not there.
+    pub jwks_refresh_token: Option<InternalToken>,
 }
 
 /// A part of the control plane that can run in a process of its own.
@@ -114,8 +125,7 @@ impl Config {
             tls_cert: required("SVC_TLS_CERT_PATH", "the server certificate chain, PEM")?.into(),
             tls_key: required("SVC_TLS_KEY_PATH", "the server certificate's key, PEM")?.into(),
             tls_ca: required("SVC_TLS_CA_PATH", "the CA bundle by which agents verify the server, PEM")?.into(),
-            oidc_issuer: required("SVC_OIDC_ISSUER", "the identity provider's issuer URL")?,
-            oidc_audience: required("SVC_OIDC_AUDIENCE", "the audience that tokens must name")?,
+            identity: identity(optional)?,
             member_name,
             trust_domain: optional("SVC_TRUST_DOMAIN").unwrap_or_else(|| "gpuaas".to_owned()),
             probe_allowed: networks("NODE_PROBE_ALLOWED_CIDRS")?,
@@ -123,6 +133,56 @@ impl Config {
             roles: parse_roles(&optional("SVC_ROLES").unwrap_or_else(|| "all".to_owned()))?,
         })
     }
+}
+
+/// Reads how the identity provider is known, from `variable`.
+fn identity(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Identity> {
+    let needed =
+        |name: &str, what: &str| variable(name).with_context(|| format!("{name} is not set; it must name {what}"));
+    let issuer = needed("SVC_OIDC_ISSUER", "the identity provider's issuer URL")?;
+    let audiences = items(&needed("SVC_OIDC_AUDIENCE", "the audience that tokens must name, or several with commas")?);
+    let mut rules = TokenRules::new(issuer, audiences.first().context("SVC_OIDC_AUDIENCE names no audience")?);
+    rules.audiences = audiences;
+    if let Some(names) = variable("SVC_OIDC_ALGORITHMS") {
+        rules.algorithms = items(&names).iter().map(|name| algorithm(name)).collect::<anyhow::Result<_>>()?;
+    }
+    let claims = &mut rules.claims;
+    for (name, path) in [
+        ("SVC_OIDC_CLAIM_USER_ID", &mut claims.user_id),
+        ("SVC_OIDC_CLAIM_ROLES", &mut claims.roles),
+        ("SVC_OIDC_CLAIM_ORG_ID", &mut claims.org_id),
+        ("SVC_OIDC_CLAIM_PROJECT_ID", &mut claims.project_id),
+        ("SVC_OIDC_CLAIM_PLAN", &mut claims.plan),
+    ] {
+        if let Some(configured) = variable(name) {
+            *path = configured;
+        }
+    }
+    let jwks_refresh_token = variable("INTERNAL_JWKS_REFRESH_TOKEN")
+        .map(|text| {
+            InternalToken::new(&text).context("INTERNAL_JWKS_REFRESH_TOKEN needs 32 characters or more, no spaces")
+        })
+        .transpose()?;
+    Ok(Identity { ca: variable("SVC_OIDC_CA_PATH").map(PathBuf::from), rules, jwks_refresh_token })
+}
+
+/// An algorithm by which a provider may sign. A shared secret is none: whoever verifies with it could sign, too.
+fn algorithm(name: &str) -> anyhow::Result<Algorithm> {
+    let known = [
+        Algorithm::RS256,
+        Algorithm::RS384,
+        Algorithm::RS512,
+        Algorithm::PS256,
+        Algorithm::PS384,
+        Algorithm::PS512,
+        Algorithm::ES256,
+        Algorithm::ES384,
+        Algorithm::EdDSA,
+    ];
+    known.into_iter().find(|algorithm| format!("{algorithm:?}") == name).with_context(|| {
+        let known = known.map(|algorithm| format!("{algorithm:?}")).join(", ");
+        format!("SVC_OIDC_ALGORITHMS: {name:?} is not one of {known}")
+    })
 }
 
 fn optional(name: &str) -> Option<String> {
@@ -139,7 +199,10 @@ fn address(name: &str, default: &str) -> anyhow::Result<SocketAddr> {
 }
 
 fn list(name: &str) -> Vec<String> {
-    let text = optional(name).unwrap_or_default();
+    items(&optional(name).unwrap_or_default())
+}
+
+fn items(text: &str) -> Vec<String> {
     text.split(',').map(str::trim).filter(|item| !item.is_empty()).map(ToOwned::to_owned).collect()
 }
 
@@ -165,6 +228,52 @@ mod tests {
         assert_eq!(parse_roles("api, node-api").unwrap(), [Role::Api, Role::NodeApi].into());
         let error = parse_roles("api,webshop").unwrap_err().to_string();
         assert!(error.contains("webshop") && error.contains("outbox-relay"), "{error}");
+    }
+
+    fn identity_of(variables: &[(&str, &str)]) -> anyhow::Result<Identity> {
+        let needed = [("SVC_OIDC_ISSUER", "https://idp.example"), ("SVC_OIDC_AUDIENCE", "gpu, https://gpu.example")];
+        let find = |name: &str| {
+            let mut all = variables.iter().chain(&needed);
+            all.find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        };
+        identity(find)
+    }
+
+    #[test]
+    fn a_provider_other_than_keycloak_is_told_where_its_claims_are() {
+        let plain = identity_of(&[]).unwrap();
+        assert_eq!(plain.rules.audiences, ["gpu", "https://gpu.example"]);
+        assert_eq!(plain.rules.claims.roles, "realm_access.roles");
+        assert!(plain.jwks_refresh_token.is_none());
+        let told = identity_of(&[
+            ("SVC_OIDC_CLAIM_ROLES", "https://gpu.example/roles"),
+            ("SVC_OIDC_CLAIM_USER_ID", "uid"),
+            ("SVC_OIDC_CLAIM_PROJECT_ID", "tenancy.project"),
+            ("SVC_OIDC_ALGORITHMS", "ES256, EdDSA"),
+            ("INTERNAL_JWKS_REFRESH_TOKEN", "0123456789abcdef0123456789abcdef"),
+        ])
+        .unwrap();
+        let claims = &told.rules.claims;
+        assert_eq!(
+            (claims.roles.as_str(), claims.user_id.as_str(), claims.project_id.as_str(), claims.org_id.as_str()),
+            ("https://gpu.example/roles", "uid", "tenancy.project", "org_id")
+        );
+        assert_eq!(told.rules.algorithms, [Algorithm::ES256, Algorithm::EdDSA]);
+        assert!(told.jwks_refresh_token.is_some());
+    }
+
+    #[test]
+    fn a_shared_secret_no_algorithm_and_a_guessable_token_are_refused_by_name() {
+        for (name, value) in [
+            ("SVC_OIDC_ALGORITHMS", "HS256"),
+            ("SVC_OIDC_ALGORITHMS", "none"),
+            ("SVC_OIDC_ALGORITHMS", "ES256,es256"),
+            ("SVC_OIDC_AUDIENCE", " , "),
+            ("INTERNAL_JWKS_REFRESH_TOKEN", "changeme"),
+        ] {
+            let error = identity_of(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.contains(name) && !error.contains("changeme"), "{error}");
+        }
     }
 
     #[test]

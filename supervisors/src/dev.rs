@@ -38,6 +38,9 @@ pub mod postgres;
 pub mod process;
 pub mod replica;
 
+/// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.
+const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
+
 /// The NATS user of whoever looks from outside: `SVC_NATS_URL` of `.dev/env`.
 const OPERATOR: &str = "operator";
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -153,7 +156,7 @@ impl Dev {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node.address()),
-            variables: Vec::new(),
+            variables: vec![(REFRESH_TOKEN.to_owned(), files::random_hex(32))],
         };
         let starting = names.iter().zip(listens).map(|(name, listens)| {
             let nats_url = nats.url(name).context("every replica has a NATS user");
@@ -281,6 +284,8 @@ fn variables(
     env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
     env.set("SVC_NATS_URL", exposed(&nats.url(OPERATOR).context("the operator has a NATS user")?));
     env.set("SVC_REALM", identity::REALM);
+    let given_on = settings.variables.iter().find(|(name, _)| name == REFRESH_TOKEN);
+    env.set(REFRESH_TOKEN, given_on.map(|(_, value)| value.clone()).context("the replicas have a refresh token")?);
     env.set("SVC_CLIENT_ID", identity::CLIENT_ID);
     env.set("SVC_CLIENT_SECRET", exposed(identity.client_secret()));
     for (username, prefix, suffix) in [

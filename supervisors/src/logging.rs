@@ -9,12 +9,16 @@ use tracing_subscriber::util::SubscriberInitExt;
 /// ractor's own spans live as long as its actors do.
 const DEFAULT: &str = "info,ractor=warn,async_nats=warn,sqlx=warn";
 
+/// Calls it an error when a server closes a connection that was just begun. The bus says what there is to say of a lost connection.
+const NOISE: &str = "async_nats::connector=off";
+
 /// Starts logging for this process. `RUST_LOG` narrows or widens it.
 ///
 /// # Errors
 /// Where logging was started before.
 pub fn start() -> anyhow::Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
+    let filter = filter.add_directive(NOISE.parse()?);
     let mut lines = JsonLayer::stderr();
     lines.with_timer("timestamp", SystemTime);
     lines.with_level("level");

@@ -229,7 +229,12 @@ impl Operations {
         let seen = self.view.seen();
         let owned = seen.shards.iter().filter(|at| at.owner.is_some()).count();
         let shards = if owned == domain::Shard::COUNT { "ok".to_owned() } else { format!("{owned} of 256 are owned") };
-        let member = if self.view.is_fresh() { "ok" } else { "this member's renewal is overdue" }.to_owned();
+        let member = match (self.view.is_fresh(), seen.cut_off) {
+            (false, _) => "this member's renewal is overdue",
+            (true, true) => "the other members hear each other over NATS and not this one",
+            (true, false) => "ok",
+        };
+        let member = member.to_owned();
         // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
         let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
         let ready = [&store, &shards, &member].into_iter().all(|check| check == "ok");
@@ -284,6 +289,11 @@ impl Runtime for Reported {
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
         self.0.report().boxed()
+    }
+
+    fn provider_keys_changed(&self) {
+        let bus = self.0.bus.clone();
+        tokio::spawn(async move { bus.provider_keys_changed().await });
     }
 
     fn readiness(&self) -> BoxFuture<'_, Readiness> {

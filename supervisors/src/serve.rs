@@ -19,8 +19,9 @@ use anyhow::Context;
 use arc_swap::ArcSwap;
 use domain::event::Stream;
 use domain::{Effect, MemberId};
+use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
-use edge::auth::{Authenticator, TokenRules};
+use edge::auth::service_token::ServiceTokens;
 use edge::identity::TrustDomain;
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
@@ -173,15 +174,15 @@ impl Process {
         let secrets = Secrets::new(self.pool.clone(), Arc::clone(&ring));
         let api_ca = read_text(&config.tls_ca).await?;
         let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca, ring).await?;
-        let jwks = Jwks::new(JwksSettings::new(config.oidc_issuer.clone()))?;
-        let rules = TokenRules::new(config.oidc_issuer.clone(), config.oidc_audience.clone());
+        let authenticator = authenticator(config, &secrets, self.reads.clone()).await?;
         let targets = ProbeTargets { allowed: config.probe_allowed.clone() };
         Ok(Services::new(Parts {
             directory: self.directory.clone(),
             reads: self.reads.clone(),
             world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
             runtime: Arc::new(Reported(Arc::clone(&self.operations))),
-            authenticator: Arc::new(Authenticator::new(rules, jwks)),
+            authenticator: Arc::new(authenticator),
+            jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
             connections: self.connections.clone(),
@@ -238,6 +239,11 @@ impl Process {
             work(&nudges, |(bus, polls, connections)| async move {
                 bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
             }),
+        );
+        let keys = (self.bus.clone(), services.authenticator.jwks().clone());
+        works.insert(
+            "provider-keys",
+            work(&keys, |(bus, jwks)| async move { bus.on_provider_keys_changed(|| refresh_keys(&jwks)).await }),
         );
         works.extend(self.listeners(services).await?);
         Ok(works)
@@ -372,6 +378,12 @@ fn act(nudge: Nudge, polls: &Polls, connections: &Connections) {
     }
 }
 
+/// One that fails is logged where it fails; the member that was asked says so to whoever asked.
+fn refresh_keys(jwks: &Jwks) {
+    let jwks = jwks.clone();
+    tokio::spawn(async move { jwks.refresh().await });
+}
+
 /// A worker's work over something shared, as often as it is started.
 fn work<T, F>(shared: &T, run: impl Fn(T) -> F + Send + Sync + 'static) -> Work
 where
@@ -403,6 +415,20 @@ async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
     persistence::sweep::make_partitions(&pool, 2).await?;
     Ok(pool)
+}
+
+/// Who believes the identity provider's tokens, and those that this cluster signs for service accounts.
+async fn authenticator(config: &Config, secrets: &Secrets, reads: Reads) -> anyhow::Result<Authenticator> {
+    let identity = &config.identity;
+    let authorities_pem = match &identity.ca {
+        Some(path) => Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?),
+        None => None,
+    };
+    let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(identity.rules.issuer.clone()) })
+        .context("the identity provider of SVC_OIDC_ISSUER cannot be used")?;
+    let signer = trust::service_token_signer(secrets).await?;
+    let service_tokens = ServiceTokens::new(config.public_url.clone(), signer, reads);
+    Ok(Authenticator::new(identity.rules.clone(), jwks).issuing(service_tokens))
 }
 
 async fn bind(address: SocketAddr) -> anyhow::Result<std::net::TcpListener> {

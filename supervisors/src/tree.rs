@@ -63,6 +63,7 @@ pub const TREE: &[Row] = &[
     row("edge", "root", &[Role::Api, Role::NodeApi], BOUNDED, "what listens"),
     row("public-api", "edge", &[Role::Api], ALWAYS, "HTTPS for users and administrators"),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
+    row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
     row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
 ];
 

@@ -31,7 +31,7 @@ pub async fn load(
     at_rest: Arc<KeyRing>,
 ) -> anyhow::Result<Trust> {
     let node_ca = node_ca(secrets, domain.clone()).await?;
-    let task_signer = task_signer(secrets).await?;
+    let task_signer = signing_key(secrets, "task_signing/active").await?;
     let active = PublicKey::from(&task_signer);
     let task_key_id = active.key_id();
     let keys = vec![VerifierKey::new(active, KeyStatus::Active)];
@@ -52,6 +52,14 @@ pub async fn tickets(secrets: &Secrets) -> anyhow::Result<SharedTickets> {
     Ok(SharedTickets::new(secret.value)?)
 }
 
+/// What signs the access tokens of service accounts.
+///
+/// # Errors
+/// As [`load`].
+pub async fn service_token_signer(secrets: &Secrets) -> anyhow::Result<SigningKey> {
+    signing_key(secrets, "service_token_signing/active").await
+}
+
 async fn node_ca(secrets: &Secrets, domain: TrustDomain) -> anyhow::Result<NodeCa> {
     let now = Utc::now();
     let fresh = NodeCa::create(domain.clone(), now, now + CA_LIFE)?;
@@ -66,9 +74,10 @@ async fn node_ca(secrets: &Secrets, domain: TrustDomain) -> anyhow::Result<NodeC
     Ok(NodeCa::load(domain, certificate, &SecretString::from(key.to_owned()))?)
 }
 
-async fn task_signer(secrets: &Secrets) -> anyhow::Result<SigningKey> {
-    let secret = secrets.get_or_create("task_signing/active", || (random(32), json!({}))).await?;
-    let seed: &[u8; 32] = secret.value.expose_secret().try_into().context("the task signing key has a wrong length")?;
+async fn signing_key(secrets: &Secrets, name: &str) -> anyhow::Result<SigningKey> {
+    let secret = secrets.get_or_create(name, || (random(32), json!({}))).await?;
+    let seed: &[u8; 32] =
+        secret.value.expose_secret().try_into().with_context(|| format!("the key {name} has a wrong length"))?;
     Ok(SigningKey::from_bytes(seed))
 }
 

@@ -61,6 +61,42 @@ async fn expect_all_shards_owned_by(admin: &Client, members: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_nats_does_not_carry_to_hands_its_shards_over_and_nats_gone_for_all_moves_nothing() {
+    let mut world = World::plan().replicas(3).start().await;
+    let node = world.register("h100").await;
+    let cut = world.owner_of("node", node.id).await;
+    let others: Vec<usize> = (0..3).filter(|index| *index != cut).collect();
+    let path = format!("/api/v1/admin/nodes/{}/enrollment-token", node.id);
+    world.nats_lines[cut].cut();
+    let at = world.at_replica(others[0], "admin");
+    at.wait_until("/api/v1/admin/runtime/cluster", "the two others own everything", |report| {
+        let held = |member: &&Value| member["shards"].as_array().is_some_and(|shards| !shards.is_empty());
+        let members = report["members"].as_array().unwrap();
+        members.len() == 3 && report["unowned_shards"] == 0 && members.iter().filter(held).count() == 2
+    })
+    .await;
+    // Nobody could have asked the one that is cut off; those who own its shards can be asked.
+    world.at_replica(others[1], "admin").post(&path, &json!({})).await.created();
+    let ready = world.at_replica(cut, "admin").once(Method::GET, "/api/v1/readyz", None).await;
+    assert_eq!(ready.status, 503, "{ready}");
+
+    // Without NATS at all the cluster stays as it is, under the epochs that it has.
+    world.nats_lines.iter().for_each(tests::world::line::Line::cut);
+    let epochs = || async {
+        let statement = "SELECT id, owner, epoch FROM shard ORDER BY id";
+        sqlx::query_as::<_, (i16, Uuid, i64)>(statement).fetch_all(&world.pool).await.unwrap()
+    };
+    let before = epochs().await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(before, epochs().await);
+
+    world.nats_lines.iter().for_each(tests::world::line::Line::mend);
+    expect_all_shards_owned_by(&world.admin, 3).await;
+    world.admin.post(&path, &json!({})).await.created();
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn each_replica_shows_where_a_held_back_allocation_lives_why_it_waits_and_until_when() {
     let mut world = World::plan().replicas(3).start().await;
     let node = world.node("h100").await;

@@ -4,6 +4,7 @@
 mod cluster;
 mod enrollment;
 mod faults;
+mod foreign_provider;
 mod harness;
 mod input;
 mod main_job;
@@ -11,5 +12,6 @@ mod openapi;
 mod platform_roles;
 mod probe;
 mod release;
+mod service_accounts;
 mod tasks;
 mod tidy;

@@ -23,6 +23,7 @@
 pub mod client;
 mod end;
 pub mod hand;
+pub mod line;
 mod logs;
 mod plan;
 mod store;
@@ -64,6 +65,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct World {
     agents: BTreeMap<Uuid, AgentLife>,
     pub replicas: Vec<Replica>,
+    /// Of each replica to NATS, in their order.
+    pub nats_lines: Vec<line::Line>,
     pub public: Balancer,
     pub node_balancer: Balancer,
     pub identity: IdentityProvider,

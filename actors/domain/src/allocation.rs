@@ -17,6 +17,7 @@ mod saga;
 mod tests;
 mod view;
 
+use crate::again::Again;
 use crate::authz::Action;
 use crate::event::Device;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
@@ -39,6 +40,9 @@ pub struct Allocation {
     pub history: Vec<StatusEntry>,
     pub active_at: Option<Timestamp>,
     pub release_requested_at: Option<Timestamp>,
+    /// When it says again what nobody has answered.
+    #[serde(default)]
+    pub again: Option<Again>,
 }
 
 /// What a user asks for, with everything resolved that must not change under them: the price and the keys.
@@ -174,6 +178,8 @@ pub enum Command {
         attempt: u32,
         reason: String,
     },
+    /// Its tenant still counts it against the quota.
+    StillCounted,
     Tick,
 }
 
@@ -191,6 +197,7 @@ impl machine::Command for Command {
             Self::ProvisionFailed { .. } => "provision_failed",
             Self::Cleaned { .. } => "cleaned",
             Self::CleanupFailed { .. } => "cleanup_failed",
+            Self::StillCounted => "still_counted",
             Self::Tick => "tick",
         }
     }
@@ -207,8 +214,13 @@ impl machine::Command for Command {
             | Self::ProvisionFailed { .. }
             | Self::Cleaned { .. }
             | Self::CleanupFailed { .. }
+            | Self::StillCounted
             | Self::Tick => Action::Advance,
         }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Request(_))
     }
 }
 
@@ -278,9 +290,10 @@ impl Machine for Allocation {
     }
 
     fn timer(&self) -> Option<Timestamp> {
-        match &self.phase {
-            Phase::Requested { until, look_again_at: Some(look) } => Some(*look.min(until)),
-            // Nothing but a person moves it on: there is no use in waking it.
+        let end = match &self.phase {
+            // Looking for capacity is asking again.
+            Phase::Requested { until, look_again_at: Some(look) } => return Some(*look.min(until)),
+            // Nothing but a person moves it on.
             Phase::ReleaseFailed { next: AfterFailure::Operator(_), .. } => None,
             Phase::Requested { look_again_at: None, .. }
             | Phase::Provisioning { .. }
@@ -288,7 +301,9 @@ impl Machine for Allocation {
             | Phase::Releasing { .. }
             | Phase::ReleaseFailed { .. }
             | Phase::Released { .. } => self.deadline().map(|deadline| deadline.at),
-        }
+        };
+        let again = self.again.map(|again| again.at);
+        end.into_iter().chain(again).min()
     }
 
     fn keys(&self) -> Keys {

@@ -2,7 +2,7 @@
 //! table, so that they can be reviewed as text.
 
 use crate::commit::Footing;
-use crate::id::NodeId;
+use crate::id::{NodeId, ServiceAccountId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -65,6 +65,9 @@ pub struct Caller {
     /// The platform roles, where the request needed one.
     #[serde(default)]
     pub grant: Option<Grant>,
+    /// The service account that acts for the user, where it is not the user who asks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service_account: Option<ServiceAccountId>,
 }
 
 /// Who asks.
@@ -89,11 +92,13 @@ impl Principal {
         matches!(self, Self::Caller(caller) if caller.roles.contains(&Role::Admin))
     }
 
-    /// True where the role is bound to the caller, whom the identity provider has not put out either.
+    /// True where the role is bound to the caller, whom the identity provider has not put out either. A platform role is a person's:
+    /// no service account acts in it, so that nobody approves for two.
     #[must_use]
     pub fn holds(&self, role: PlatformRole) -> bool {
         let granted = |caller: &Caller| caller.grant.as_ref().is_some_and(|grant| grant.roles.contains(&role));
-        matches!(self, Self::Caller(caller) if !caller.roles.is_empty() && granted(caller))
+        matches!(self, Self::Caller(caller)
+            if !caller.roles.is_empty() && caller.service_account.is_none() && granted(caller))
     }
 
     /// What must not have changed when a command by this principal is committed: the bindings, where they alone allow the action.
@@ -111,10 +116,11 @@ impl Principal {
     }
 }
 
-/// As the audit log names an actor: `user:…`, `node:…`, `system:…`.
+/// As the audit log names an actor: `user:…`, `service-account:…`, `node:…`, `system:…`.
 impl fmt::Display for Principal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Caller(Caller { service_account: Some(id), .. }) => write!(f, "service-account:{id}"),
             Self::Caller(caller) => write!(f, "user:{}", caller.user_id),
             Self::Node(id) => write!(f, "node:{id}"),
             Self::System(name) => write!(f, "system:{name}"),
@@ -148,6 +154,9 @@ pub enum Action {
     Release,
     /// Keep one's own SSH keys.
     KeepKeys,
+    /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
+    /// makes and changes none. The machine checks whose it is.
+    KeepServiceAccounts,
     /// What a node's agent says and asks, of its own node alone. The machine checks which.
     SpeakForNode,
     /// What the control plane's workers tell the machines.
@@ -155,7 +164,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -167,6 +176,7 @@ impl Action {
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
+        Self::KeepServiceAccounts,
         Self::SpeakForNode,
         Self::Advance,
     ];
@@ -184,6 +194,7 @@ impl Action {
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
+            Self::KeepServiceAccounts => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }
@@ -194,7 +205,7 @@ impl Action {
     pub const fn admits_administrators(self) -> bool {
         match self.rule() {
             Rule::Admin | Rule::AdminOr(_) | Rule::AnyRole => true,
-            Rule::OneOf(_) | Rule::Node | Rule::System => false,
+            Rule::OneOf(_) | Rule::Person | Rule::Node | Rule::System => false,
         }
     }
 
@@ -203,7 +214,7 @@ impl Action {
     pub const fn platform_roles(self) -> &'static [PlatformRole] {
         match self.rule() {
             Rule::AdminOr(roles) | Rule::OneOf(roles) => roles,
-            Rule::Admin | Rule::AnyRole | Rule::Node | Rule::System => &[],
+            Rule::Admin | Rule::AnyRole | Rule::Person | Rule::Node | Rule::System => &[],
         }
     }
 }
@@ -215,6 +226,8 @@ enum Rule {
     /// Somebody in one of these platform roles; being an administrator is not enough.
     OneOf(&'static [PlatformRole]),
     AnyRole,
+    /// Any role, and no service account: what a person answers for with their own log-in.
+    Person,
     Node,
     System,
 }
@@ -248,8 +261,9 @@ pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, Denied
         (Rule::AdminOr(roles), who) => who.is_admin() || roles.iter().any(|role| who.holds(*role)),
         (Rule::OneOf(roles), who) => roles.iter().any(|role| who.holds(*role)),
         (Rule::AnyRole, Principal::Caller(caller)) => !caller.roles.is_empty(),
+        (Rule::Person, Principal::Caller(caller)) => !caller.roles.is_empty() && caller.service_account.is_none(),
         (Rule::Node, Principal::Node(_)) | (Rule::System, Principal::System(_)) => true,
-        (Rule::AnyRole | Rule::Node | Rule::System, _) => false,
+        (Rule::AnyRole | Rule::Person | Rule::Node | Rule::System, _) => false,
     };
     if allowed {
         Ok(Permit { principal: principal.clone(), action })
@@ -282,7 +296,21 @@ mod tests {
             project_id: None,
             plan: None,
             grant: Some(Grant { roles: platform.iter().copied().collect(), from: footing }),
+            service_account: None,
         })
+    }
+
+    fn account(roles: &[Role]) -> Principal {
+        let Principal::Caller(owner) = caller(roles, &PlatformRole::ALL) else { unreachable!() };
+        let service_account = Some(ServiceAccountId(Uuid::nil()));
+        Principal::Caller(Caller { service_account, ..owner })
+    }
+
+    #[test]
+    fn a_service_account_acts_under_its_own_name_for_its_owner() {
+        let account = account(&[Role::User]);
+        assert_eq!(account.to_string(), "service-account:00000000-0000-0000-0000-000000000000");
+        assert!(account.is_user("u"));
     }
 
     #[test]
@@ -293,6 +321,8 @@ mod tests {
             ("admin", caller(&[Role::Admin], &[])),
         ];
         who.extend(PlatformRole::ALL.map(|role| (role.name(), caller(&[Role::User], &[role]))));
+        who.push(("user's account", account(&[Role::User])));
+        who.push(("admin's account", account(&[Role::Admin])));
         who.push(("node", Principal::Node(NodeId(Uuid::nil()))));
         who.push(("system", Principal::system("x")));
         let width = Action::ALL.map(|action| format!("{action:?}").len()).into_iter().max().unwrap();

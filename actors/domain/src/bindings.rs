@@ -161,6 +161,7 @@ mod tests {
             project_id: None,
             plan: None,
             grant: None,
+            service_account: None,
         });
         let (now, id, seed) = (Timestamp::UNIX_EPOCH, Uuid::from_u128(5), version.cast_unsigned().into());
         Bindings::decide(state, command, &Ctx { now, policy: &policy, by: &by, correlation_id: "c", seed, id, version })

@@ -41,6 +41,9 @@ pub enum Event {
     TenantGone { node_id: NodeId, allocation_id: AllocationId, attempt: u32 },
     TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String },
 
+    // The tenant speaks.
+    AllocationCounted { allocation_id: AllocationId },
+
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
 }
@@ -110,6 +113,7 @@ impl Event {
             Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
             Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
             Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
+            Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
         }
     }
@@ -133,9 +137,8 @@ impl Event {
             | Self::ReleaseFailed { allocation_id, .. }
             | Self::ReleaseExhausted { allocation_id, .. }
             | Self::ReleaseForced { allocation_id, .. }
-            | Self::AllocationReleased { allocation_id, .. } => {
-                EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
-            }
+            | Self::AllocationReleased { allocation_id, .. }
+            | Self::AllocationCounted { allocation_id } => EntityRef { kind: Kind::Allocation, id: allocation_id.0 },
             Self::NodeStateChanged { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
             | Self::TenantReady { node_id, .. }
@@ -189,6 +192,9 @@ impl Event {
             Self::AllocationReleased { allocation_id, user_id, .. } => {
                 Reaction::Tenant { user_id, command: crate::tenant::Command::Forget { allocation_id } }
             }
+            Self::AllocationCounted { allocation_id } => {
+                Reaction::Allocation(allocation_id, ToAllocation::StillCounted)
+            }
             Self::AllocationActive { .. }
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
@@ -237,6 +243,7 @@ mod tests {
             Event::TenantGone { node_id, allocation_id, attempt: 1 },
             Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
             Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
+            Event::AllocationCounted { allocation_id },
         ]
     }
 
@@ -260,6 +267,7 @@ mod tests {
             Event::TenantGone { .. } => 14,
             Event::TenantRemains { .. } => 15,
             Event::SkuStateChanged { .. } => 16,
+            Event::AllocationCounted { .. } => 17,
         }
     }
 

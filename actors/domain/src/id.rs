@@ -48,6 +48,10 @@ typed_id! {
     SkuId,
     /// A registered public key.
     SshKeyId,
+    /// A program that acts for a user.
+    ServiceAccountId,
+    /// One of a service account's keys; the key itself is never kept.
+    ServiceAccountKeyId,
     /// A unit of work for a node's agent.
     TaskId,
     /// An enrollment token's public handle; the token itself is never kept.
@@ -101,6 +105,8 @@ kinds! {
     Tenant = "tenant": crate::tenant::Tenant,
     /// The platform roles that are bound to one subject.
     Bindings = "bindings": crate::bindings::Bindings,
+    /// A program that acts for its owner, and the keys by which it is known.
+    ServiceAccount = "service_account": crate::service_account::ServiceAccount,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

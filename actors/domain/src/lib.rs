@@ -10,6 +10,7 @@
 // `async` has no place in a decision; nothing here could be awaited.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
+pub mod again;
 pub mod allocation;
 pub mod authz;
 pub mod bindings;
@@ -22,6 +23,7 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod service_account;
 pub mod sku;
 pub mod tenant;
 
@@ -29,7 +31,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, Shard, SkuId, SshKeyId, TaskId,
-    TokenId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, ServiceAccountId,
+    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

@@ -52,6 +52,11 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
 pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
     fn name(&self) -> &'static str;
     fn action(&self) -> Action;
+
+    /// True of a command that makes the entity: under a new id there is nothing to load before it.
+    fn creates(&self) -> bool {
+        false
+    }
 }
 
 /// The end that a state must not outlive unseen.

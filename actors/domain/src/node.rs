@@ -433,7 +433,7 @@ impl Machine for Node {
     }
 
     fn timer(&self) -> Option<Timestamp> {
-        match &self.life {
+        let of_its_life = match &self.life {
             Life::BootstrapIssued { until } | Life::Enrolling { until } | Life::Removing { until } => Some(*until),
             Life::Active => self.seen.as_ref().map(|seen| seen.silent_at),
             // A drain ends with its last allocation, not with time.
@@ -443,7 +443,8 @@ impl Machine for Node {
             | Life::Quarantined { .. }
             | Life::Retired
             | Life::Removed => None,
-        }
+        };
+        of_its_life.into_iter().chain(self.asks_again_at()).min()
     }
 
     fn keys(&self) -> Keys {
@@ -479,7 +480,7 @@ impl Node {
             Command::Report { serial, task_id, attempt, verdict } => {
                 self.report(&serial, task_id, attempt, verdict, ctx)
             }
-            Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys),
+            Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys, ctx),
             Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
             Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
             Command::Clean { allocation_id, attempt, deadline_at } => {
@@ -490,7 +491,7 @@ impl Node {
             }
             Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
             Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Command::Tick => Ok(self.tick(ctx)),
+            Command::Tick => Ok(self.ask_again(self.tick(ctx), ctx)),
         }
     }
 

@@ -99,6 +99,8 @@ policy_keys! {
     NotificationLowBalance = "notification.low_balance_enabled": switch(true), "Low-balance alerts.";
     NotificationBalanceDepleted = "notification.balance_depleted_enabled": switch(true), "Depletion alerts.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
+    AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
+    AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";
     MaasEnabled = "maas.enabled": switch(false), "Bare-metal provider integration.";
     NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds": int(3600, 5, 86_400), "Life of an enrollment token.";
     NodeMaxRecoveries = "node.max_recoveries": int(5, 0, 1000), "Recoveries of one identity.";

@@ -1,10 +1,15 @@
-//! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), and the allocations that count
-//! against their quota (policy `allocation.max_concurrent_per_user`). The limit spans allocations, so that it can only be kept where all
-//! of them are counted: in this one mailbox.
+//! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), the allocations that count
+//! against their quota (policy `allocation.max_concurrent_per_user`), and the places for service accounts that are being made (policy
+//! `auth.service_accounts_per_user`). Both limits span entities, so that they can only be kept where all of them are counted: in this
+//! one mailbox.
 
+mod accounts;
+
+use crate::again::Again;
 use crate::allocation::AuthorizedKey;
 use crate::authz::Action;
-use crate::id::{AllocationId, EntityRef, Kind, SshKeyId};
+use crate::event::Event;
+use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId};
 use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -20,6 +25,12 @@ pub struct Tenant {
     pub keys: BTreeMap<SshKeyId, SshKey>,
     /// Asked for and not released.
     pub live: BTreeSet<AllocationId>,
+    /// When it asks again whether they are over.
+    #[serde(default)]
+    pub again: Option<Again>,
+    /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
+    #[serde(default)]
+    pub expected_accounts: BTreeMap<u64, Timestamp>,
 }
 
 /// A public key and what is known of it. No private key is ever made or kept.
@@ -69,6 +80,14 @@ pub enum Command {
     Forget {
         allocation_id: AllocationId,
     },
+    /// Keeps a place for a service account that is about to be made, if the limit admits one more beside those that are there.
+    ExpectAccount {
+        user_id: String,
+        account: ServiceAccountId,
+        /// Those that a read found a moment ago.
+        there: BTreeSet<ServiceAccountId>,
+        scopes: AskedScopes,
+    },
     Tick,
 }
 
@@ -88,6 +107,7 @@ impl machine::Command for Command {
             Self::MakeDefault { .. } => "make_default",
             Self::Admit { .. } => "admit",
             Self::Forget { .. } => "forget",
+            Self::ExpectAccount { .. } => "expect_account",
             Self::Tick => "tick",
         }
     }
@@ -95,6 +115,7 @@ impl machine::Command for Command {
     fn action(&self) -> Action {
         match self {
             Self::AddKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => Action::KeepKeys,
+            Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
             Self::Admit { .. } | Self::Forget { .. } | Self::Tick => Action::Advance,
         }
     }
@@ -118,6 +139,8 @@ pub enum Rejection {
     TooManyKeys,
     #[error("the quota of {limit} allocations is used up")]
     OverQuota { limit: i64 },
+    #[error("there are {limit} service accounts, which is the most; delete one first")]
+    TooManyServiceAccounts { limit: i64 },
 }
 
 impl Machine for Tenant {
@@ -130,9 +153,9 @@ impl Machine for Tenant {
         let Some(tenant) = state else {
             return match &command {
                 // A tenant comes to be with the first thing that is kept of them.
-                Command::AddKey { user_id, .. } | Command::Admit { user_id, .. } => {
-                    Self::new(&user_id.clone()).advance(command.clone(), ctx)
-                }
+                Command::AddKey { user_id, .. }
+                | Command::Admit { user_id, .. }
+                | Command::ExpectAccount { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
                 Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
                 Command::Forget { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
             };
@@ -148,6 +171,10 @@ impl Machine for Tenant {
         None
     }
 
+    fn timer(&self) -> Option<Timestamp> {
+        self.again.map(|again| again.at)
+    }
+
     fn keys(&self) -> Keys {
         Keys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
     }
@@ -159,7 +186,13 @@ impl Machine for Tenant {
 
 impl Tenant {
     fn new(user_id: &str) -> Self {
-        Self { user_id: user_id.to_owned(), keys: BTreeMap::new(), live: BTreeSet::new() }
+        Self {
+            user_id: user_id.to_owned(),
+            keys: BTreeMap::new(),
+            live: BTreeSet::new(),
+            again: None,
+            expected_accounts: BTreeMap::new(),
+        }
     }
 
     fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -171,8 +204,19 @@ impl Tenant {
             Command::MakeDefault { key } => self.make_default(key, ctx),
             Command::Admit { user_id: _, allocation_id, scopes } => self.admit(allocation_id, scopes, ctx),
             Command::Forget { allocation_id } => Ok(self.forget(allocation_id)),
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::ExpectAccount { user_id: _, account, there, scopes } => {
+                self.expect_account(account, &there, scopes, ctx)
+            }
+            Command::Tick => Ok(self.tick(ctx)),
         }
+    }
+
+    /// The end of an allocation may not have been heard: then it would count for ever.
+    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
+        let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
+        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id });
+        asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
     }
 
     fn add_key(
@@ -235,15 +279,18 @@ impl Tenant {
         if self.live.contains(&allocation_id) {
             return Ok(Step::stay(Reply::Done));
         }
-        let AskedScopes { org_id, project_id, plan } = scopes;
-        let scopes = Scopes { user_id: Some(self.user_id.clone()), project_id, org_id, plan };
-        let limit = ctx.policy.int(Key::AllocationMaxConcurrent, &scopes, ctx.now);
+        let limit = ctx.policy.int(Key::AllocationMaxConcurrent, &self.scopes(scopes), ctx.now);
         if i64::try_from(self.live.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::OverQuota { limit });
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
+        next.again = Some(Again::first(ctx.now));
         Ok(Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota")))
+    }
+
+    fn scopes(&self, AskedScopes { org_id, project_id, plan }: AskedScopes) -> Scopes {
+        Scopes { user_id: Some(self.user_id.clone()), project_id, org_id, plan }
     }
 
     fn forget(&self, allocation_id: AllocationId) -> Step<Self> {
@@ -252,6 +299,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.remove(&allocation_id);
+        next.again = next.again.filter(|_| !next.live.is_empty());
         Step::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
     }
 

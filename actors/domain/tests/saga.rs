@@ -46,13 +46,41 @@ proptest! {
     ) {
         live(Delivery::Again, &moves);
     }
+
+    #[test]
+    fn every_saga_ends_where_events_are_lost(moves in prop::collection::vec(any::<Move>(), 0..160)) {
+        live(Delivery::Lossy, &moves);
+    }
+}
+
+#[test]
+fn an_event_that_is_lost_costs_seconds_and_not_the_deadline() {
+    let subjects = [
+        "provisioning.requested",
+        "node.devices_reserved",
+        "provisioning.started",
+        "node.tenant_ready",
+        "provisioning.release_requested",
+        "node.tenant_gone",
+        "provisioning.released",
+    ];
+    for subject in subjects {
+        let mut world = World::new(Delivery::Once);
+        let begin = world.now;
+        world.make(Move::Request { user: 0, gpus: 1, queue: 1, wish: 0 });
+        world.settle_losing(subject);
+        let took = (world.now - begin).num_seconds();
+        let seen: Vec<_> = world.history(0).collect();
+        assert_eq!(seen, ["requested", "provisioning", "active", "releasing", "released"], "{subject}");
+        assert!((5..60).contains(&took), "{subject}: {took} s, and a deadline is 120 s or more");
+    }
 }
 
 #[test]
 fn a_long_life_from_one_seed_leaves_nothing_behind() {
     let seed = option_env!("SAGA_SEED").and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
     eprintln!("SAGA_SEED={seed}");
-    for (n, delivery) in [Delivery::Once, Delivery::Again].into_iter().enumerate() {
+    for (n, delivery) in [Delivery::Once, Delivery::Again, Delivery::Lossy].into_iter().enumerate() {
         let mut moves = Moves::from_seed(seed + n as u64);
         for _ in 0..6 {
             let part: Vec<_> = moves.by_ref().take(1500).collect();

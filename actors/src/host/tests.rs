@@ -118,6 +118,29 @@ async fn an_entity_is_woken_by_the_first_command_sleeps_and_is_woken_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_remembered_is_what_was_committed_last_and_nothing_while_that_may_change() {
+    let bench = Bench::ready().await;
+    let remembered = || bench.host.remembered::<Counter>(COUNTER).map(|(it, version)| (it.tickets.clone(), version));
+    assert_eq!(remembered(), None, "it is asleep");
+    bench.ask(COUNTER, Count::Add(1)).await.unwrap();
+    assert_eq!(remembered(), Some((vec![1], 1)));
+
+    let held = bench.store.commits.write().await;
+    let asking = bench.asking(COUNTER, Count::Add(2), |asked| asked);
+    sleep(SECOND).await;
+    assert_eq!(remembered(), None, "the store may have more");
+    drop(held);
+    asking.await.unwrap().unwrap();
+    assert_eq!(remembered(), Some((vec![1, 2], 2)));
+
+    *bench.world.lease_is_over.lock().unwrap() = true;
+    assert_eq!(remembered(), None, "the shard may be another's");
+    *bench.world.lease_is_over.lock().unwrap() = false;
+    bench.host.lose(shard_of(COUNTER));
+    assert_eq!(remembered(), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_entity_with_work_in_its_hands_does_not_sleep() {
     let bench = Bench::ready().await;
     let held = bench.store.commits.write().await;

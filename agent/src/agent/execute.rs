@@ -143,7 +143,7 @@ impl Agent {
         }
         let started_at = Utc::now();
         if started_at >= payload.expires_at {
-            error!(error_code = "task_expired", "the task expired while it waited, and is not begun");
+            warn!(error_code = "task_expired", "the task expired while it waited, and is not begun");
             return None;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);
@@ -293,7 +293,7 @@ impl Seal {
         let proof = report.seal(&self.key).map_err(|error| Failure::new("proof", error.to_string()))?;
         let left: Vec<String> =
             report.leftovers().map(|finding| format!("{:?} {}", finding.what, finding.looked_for)).collect();
-        let shortfall = (!report.is_clean())
+        let shortfall = (!report.is_clean(executor.kind()))
             .then(|| Failure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
         Ok(Effect { output: released.output, proof: Some(proof), shortfall })
     }

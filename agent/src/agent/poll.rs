@@ -100,11 +100,14 @@ impl Agent {
 
     async fn take_verified(self: &Arc<Self>, payload: TaskPayload, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
         if let Err(refused) = payload.check(self.config.node_id, Utc::now()) {
-            let error_code = match refused {
-                TaskRefused::ForAnotherNode { .. } => "task_for_another_node",
-                TaskRefused::Expired { .. } => "task_expired",
-            };
-            error!(error_code, error = chain(&refused), "a task is refused");
+            let error = chain(&refused);
+            match refused {
+                TaskRefused::ForAnotherNode { .. } => {
+                    error!(error_code = "task_for_another_node", error, "a task is refused");
+                }
+                // It lay too long on its way; the control plane offers what still stands anew.
+                TaskRefused::Expired { .. } => warn!(error_code = "task_expired", error, "a task is refused"),
+            }
             return Gain::Nothing;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use uuid::Uuid;
 use wire::proof::{Checked, Finding, Outcome};
 
-use super::MARKER;
+use crate::tenant::MARKER;
 
 /// How long a process may take to end by itself after SIGTERM.
 const GRACE: Duration = Duration::from_secs(1);

@@ -1,13 +1,20 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use chrono::Utc;
 use tempfile::TempDir;
-use wire::proof::CleanupReport;
+use uuid::Uuid;
+use wire::bundle::Variables;
+use wire::inventory::Device;
+use wire::proof::{CleanupReport, Finding};
 
 use super::*;
 use crate::gpus::SimulatedGpus;
+use crate::tenant::MARKER;
 
 struct Fixture {
     folder: TempDir,
@@ -100,7 +107,7 @@ fn an_allocation_is_made_used_and_removed_without_a_trace() {
     assert_eq!(environment.get(MARKER), Some(id.to_string().as_str()));
 
     let released = fixture.sandbox.release(&fixture.release(id, &[0, 1])).unwrap();
-    assert!(report(released.findings.clone()).is_clean(), "{:#?}", released.findings);
+    assert!(report(released.findings.clone()).is_clean(ExecutorKind::Sandbox), "{:#?}", released.findings);
     assert!(!folder.exists());
 }
 
@@ -115,7 +122,7 @@ fn provisioning_and_releasing_again_changes_nothing() {
     assert_eq!(fs::read_to_string(fixture.allocation(id).join("home/work")).unwrap(), "kept");
     for _ in 0..2 {
         let released = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap();
-        assert!(report(released.findings).is_clean());
+        assert!(report(released.findings).is_clean(ExecutorKind::Sandbox));
     }
 }
 
@@ -197,7 +204,7 @@ fn release_ends_every_process_of_the_tenant_and_no_other() {
     std::thread::sleep(Duration::from_millis(100));
 
     let released = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap();
-    assert!(report(released.findings.clone()).is_clean(), "{:#?}", released.findings);
+    assert!(report(released.findings.clone()).is_clean(ExecutorKind::Sandbox), "{:#?}", released.findings);
     assert!(released.output["processes_ended"].as_u64().unwrap() >= 3);
     reaper.join().unwrap();
     assert!(neighbour.try_wait().unwrap().is_none(), "the neighbour lives");
@@ -221,7 +228,7 @@ fn files_with_the_allocation_s_prefix_and_closed_folders_are_removed() {
     let semaphore = PathBuf::from(format!("/dev/shm/sem.gpuaas-{id}"));
     fs::write(&semaphore, "left").unwrap();
     let findings = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap().findings;
-    assert!(report(findings).is_clean());
+    assert!(report(findings).is_clean(ExecutorKind::Sandbox));
     assert!(left.iter().all(|path| !path.exists()) && !semaphore.exists());
 }
 
@@ -247,13 +254,13 @@ fn a_leftover_is_reported_and_keeps_the_devices_from_the_next_tenant() {
     assert_eq!(outcome(&findings, Checked::Processes), Outcome::Present);
     assert_eq!(outcome(&findings, Checked::Home), Outcome::Gone);
     assert_eq!(outcome(&findings, Checked::DeviceReservation), Outcome::Present);
-    assert!(!report(findings).is_clean());
+    assert!(!report(findings).is_clean(ExecutorKind::Sandbox));
     let refused = fixture.sandbox.provision(&fixture.provision(next, &[0])).unwrap_err();
     assert_eq!(refused.code, "device_in_use");
 
     fixture.sandbox.processes = ProcessTable::default();
     let findings = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap().findings;
-    assert!(report(findings).is_clean());
+    assert!(report(findings).is_clean(ExecutorKind::Sandbox));
     fixture.sandbox.provision(&fixture.provision(next, &[0])).unwrap();
 }
 
@@ -264,5 +271,5 @@ fn a_process_table_that_cannot_be_read_is_unknown_and_not_clean() {
     fixture.sandbox.processes = ProcessTable { proc: "/nonexistent".into(), ..ProcessTable::default() };
     let findings = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap().findings;
     assert_eq!(outcome(&findings, Checked::Processes), Outcome::Unknown);
-    assert!(!report(findings).is_clean());
+    assert!(!report(findings).is_clean(ExecutorKind::Sandbox));
 }

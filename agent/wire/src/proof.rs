@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::envelope::{Envelope, SignatureError};
+use crate::inventory::ExecutorKind;
 use crate::keys::PublicKey;
 
 /// Payload type of clean-up reports.
@@ -69,6 +70,8 @@ pub enum Checked {
     GpuMemory,
     /// The agent's own record of who holds which GPU.
     DeviceReservation,
+    /// Runtime folders, lock files, crash dumps, and what sudo and systemd remember of a user.
+    SessionFiles,
 }
 
 impl Checked {
@@ -85,6 +88,49 @@ impl Checked {
         Self::GpuProcesses,
         Self::DeviceReservation,
     ];
+
+    /// What an executor that makes users has to look at beyond that.
+    pub const REQUIRED_OF_SYSTEM: [Self; 9] = [
+        Self::PasswdEntry,
+        Self::GroupEntry,
+        Self::SubuidEntry,
+        Self::SudoersFile,
+        Self::Mail,
+        Self::Cron,
+        Self::At,
+        Self::GpuMemory,
+        Self::SessionFiles,
+    ];
+
+    /// Everything that a node with this executor has to look at.
+    pub fn required(executor: ExecutorKind) -> impl Iterator<Item = Self> {
+        let more = match executor {
+            ExecutorKind::Sandbox => &[][..],
+            ExecutorKind::System => &Self::REQUIRED_OF_SYSTEM[..],
+        };
+        Self::REQUIRED.into_iter().chain(more.iter().copied())
+    }
+
+    /// What is told by a tenant's uid, and so is nowhere where no uid was given.
+    pub fn of_an_account() -> impl Iterator<Item = Self> {
+        [
+            Self::PasswdEntry,
+            Self::GroupEntry,
+            Self::SubuidEntry,
+            Self::Home,
+            Self::Mail,
+            Self::Cron,
+            Self::At,
+            Self::Tmp,
+            Self::VarTmp,
+            Self::DevShm,
+            Self::SysvIpc,
+            Self::PosixIpc,
+            Self::Processes,
+            Self::SessionFiles,
+        ]
+        .into_iter()
+    }
 }
 
 /// Why an envelope is no report of this node.
@@ -99,10 +145,10 @@ pub enum ProofError {
 }
 
 impl CleanupReport {
-    /// Whether everything in [`Checked::REQUIRED`] was looked for, and everything that was looked for is gone.
+    /// Whether everything that a node with this executor must look for was looked for, and everything that was is gone.
     #[must_use]
-    pub fn is_clean(&self) -> bool {
-        self.leftovers().next().is_none() && self.not_looked_for().next().is_none()
+    pub fn is_clean(&self, executor: ExecutorKind) -> bool {
+        self.leftovers().next().is_none() && self.not_looked_for(executor).next().is_none()
     }
 
     /// Findings other than `gone`.
@@ -110,9 +156,9 @@ impl CleanupReport {
         self.findings.iter().filter(|finding| finding.outcome != Outcome::Gone)
     }
 
-    /// What the report leaves out of [`Checked::REQUIRED`].
-    pub fn not_looked_for(&self) -> impl Iterator<Item = Checked> {
-        Checked::REQUIRED.into_iter().filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
+    /// What the report leaves out of [`Checked::required`].
+    pub fn not_looked_for(&self, executor: ExecutorKind) -> impl Iterator<Item = Checked> {
+        Checked::required(executor).filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
     }
 
     /// Signs the report with the node's recovery key.
@@ -160,22 +206,30 @@ mod tests {
 
     #[test]
     fn a_report_is_clean_only_when_everything_was_looked_for_and_is_gone() {
-        assert!(report().is_clean());
+        let sandbox = ExecutorKind::Sandbox;
+        assert!(report().is_clean(sandbox));
         for outcome in [Outcome::Present, Outcome::Unknown] {
             let mut dirty = report();
             dirty.findings[3].outcome = outcome;
-            assert!(!dirty.is_clean());
+            assert!(!dirty.is_clean(sandbox));
             assert_eq!(dirty.leftovers().count(), 1);
         }
         for index in 0..Checked::REQUIRED.len() {
             let mut partial = report();
             partial.findings.remove(index);
-            assert!(!partial.is_clean());
-            assert_eq!(partial.not_looked_for().collect::<Vec<_>>(), [Checked::REQUIRED[index]]);
+            assert!(!partial.is_clean(sandbox));
+            assert_eq!(partial.not_looked_for(sandbox).collect::<Vec<_>>(), [Checked::REQUIRED[index]]);
         }
         let mut empty = report();
         empty.findings.clear();
-        assert!(!empty.is_clean());
+        assert!(!empty.is_clean(sandbox));
+    }
+
+    #[test]
+    fn an_executor_that_makes_users_has_to_look_for_users_too() {
+        let missing: Vec<_> = report().not_looked_for(ExecutorKind::System).collect();
+        assert_eq!(missing, Checked::REQUIRED_OF_SYSTEM);
+        assert!(!report().is_clean(ExecutorKind::System));
     }
 
     #[test]

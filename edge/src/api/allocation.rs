@@ -27,7 +27,7 @@ use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
 use super::sku;
 use super::ssh_key::tenant_of;
-use super::stored::{self, Stored, etag, find, wait_until};
+use super::stored::{self, Current, current, etag, wait_until};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::error::{ApiError, Code};
 use crate::idempotency::Replayed;
@@ -136,7 +136,7 @@ pub(super) async fn create(
     // A repetition is answered with what the first request made.
     let id = answered.reply.id.0;
     let found = wait_until(&services, id, FIRST_ANSWER_WITHIN, is_answered).await?;
-    let Stored { it, version, .. } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
+    let Current { it, version } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
     let replayed = replayed(&answered);
     match refusal(&it) {
         Some(error) => Err(replayed.refused(error)),
@@ -156,7 +156,7 @@ pub(super) async fn get(
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let Stored { it, version, .. } = visible(&services, &asking, id).await?;
+    let Current { it, version } = visible(&services, &asking, id).await?;
     Ok(shown(&services, StatusCode::OK, Replayed(false), &it, version))
 }
 
@@ -233,9 +233,9 @@ fn shown(services: &Services, status: StatusCode, replayed: Replayed, it: &Alloc
 }
 
 /// The allocation, where the caller may see it: other people's do not exist for them.
-async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Stored<Allocation>, ApiError> {
-    let found = find::<Allocation>(services, id).await?;
-    let may_see = |stored: &Stored<Allocation>| asking.is_admin() || stored.it.asked.user_id == asking.caller.user_id;
+async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Allocation>, ApiError> {
+    let found = current::<Allocation>(services, id).await?;
+    let may_see = |found: &Current<Allocation>| asking.is_admin() || found.it.asked.user_id == asking.caller.user_id;
     found.filter(may_see).ok_or_else(|| ApiError::not_found("allocation"))
 }
 
@@ -300,9 +300,9 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
 
 /// The keys that were named, or the default one. A user without keys gets an allocation that only a terminal opens.
 async fn ssh_keys(services: &Services, asking: &Asking, ids: Option<&[Uuid]>) -> Result<Vec<AuthorizedKey>, ApiError> {
-    let tenant = find::<Tenant>(services, tenant_of(asking)).await?.map(|stored| stored.it);
+    let tenant = current::<Tenant>(services, tenant_of(asking)).await?.map(|found| found.it);
     let Some(ids) = ids else {
-        return Ok(tenant.iter().filter_map(Tenant::default_key).map(|key| key.authorized()).collect());
+        return Ok(tenant.iter().filter_map(|tenant| tenant.default_key()).map(|key| key.authorized()).collect());
     };
     let named = |id: &Uuid| tenant.as_ref().and_then(|tenant| tenant.keys.get(&SshKeyId(*id)));
     let keys: Option<Vec<_>> = ids.iter().map(|id| named(id).map(|key| key.authorized())).collect();

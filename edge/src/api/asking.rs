@@ -15,7 +15,7 @@ use std::marker::PhantomData;
 use uuid::Uuid;
 
 use crate::answer::{Explain, not_answered};
-use crate::auth::{ADMIN, Caller};
+use crate::auth::{ADMIN, Acting, Caller};
 use crate::correlation::Scope;
 use crate::error::ApiError;
 use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
@@ -62,6 +62,8 @@ rights! { SeeSkus, ApproveSkus, BindPlatformRoles }
 pub(crate) struct Asking {
     pub(crate) caller: authz::Caller,
     pub(crate) token_expires_at: DateTime<Utc>,
+    /// The service account that asks, where it is one.
+    pub(crate) acting: Option<Acting>,
     services: Services,
     scope: Scope,
     line: RequestLine,
@@ -103,7 +105,7 @@ impl<R: Right> FromRequestParts<Services> for May<R> {
         let mut asking = Asking::of(caller, parts, services).await?;
         let suffices = |asking: &Asking| authorize(&asking.principal(), R::ACTION);
         if suffices(&asking).is_err() {
-            if !R::ACTION.platform_roles().is_empty() {
+            if !R::ACTION.platform_roles().is_empty() && asking.caller.service_account.is_none() {
                 asking.caller.grant = granted(services, &asking.caller.user_id).await?;
             }
             suffices(&asking).map_err(|denied| refusal(R::ACTION).because(denied))?;
@@ -145,6 +147,7 @@ fn known(caller: Caller) -> authz::Caller {
         project_id: caller.project_id,
         plan: caller.plan,
         grant: None,
+        service_account: caller.acting.map(|acting| acting.account),
     }
 }
 
@@ -158,6 +161,7 @@ impl Asking {
         };
         Ok(Self {
             token_expires_at: caller.token_expires_at,
+            acting: caller.acting,
             key: if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None },
             caller: known(caller),
             services: services.clone(),
@@ -198,6 +202,11 @@ impl Asking {
     /// The id of what this request creates. A repetition makes another one in the same shard, where it meets the first.
     pub(crate) fn id_of_new(&self) -> Uuid {
         id_created_by(self.command_id(), self.services.world.now())
+    }
+
+    /// True where a request of this key was carried out before: what it was to make is there.
+    pub(crate) async fn is_repetition(&self) -> Result<bool, ApiError> {
+        Ok(self.key.is_some() && self.services.reads.command(self.command_id()).await?.is_some())
     }
 
     /// Asks `command` of an entity, once however often the request comes. `body` is what the request said.
@@ -249,7 +258,11 @@ impl Asking {
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         self.scope.record_resource(format_args!("{}/{id}", M::KIND));
         let permit = authorize(&self.principal(), command.action()).map_err(|denied| {
-            ApiError::forbidden("Your role does not allow this; ask an administrator.").because(denied)
+            let message = match self.acting {
+                Some(_) => "A service account may not do this; log in as a person who may.",
+                None => "Your role does not allow this; ask an administrator.",
+            };
+            ApiError::forbidden(message).because(denied)
         })?;
         let deadline = self.services.world.now() + ASK_WITHIN;
         let traceparent = self.scope.trace.as_ref().map(crate::correlation::Trace::traceparent);

@@ -351,7 +351,8 @@ pub(super) async fn remove(
     let command = Command::Remove { reason: why.reason.to_string() };
     let answered = asking.try_ask::<Node>(id, command, &why).await?.map_err(not_removed)?;
     let gone = |node: &Node| node.life == Life::Removed;
-    let stored = wait_until(&services, id, REMOVED_WITHIN, gone).await?.ok_or_else(unexpected)?;
+    wait_until(&services, id, REMOVED_WITHIN, gone).await?;
+    let stored = find::<Node>(&services, id).await?.ok_or_else(unexpected)?;
     let status = if gone(&stored.it) { StatusCode::OK } else { StatusCode::ACCEPTED };
     let view = NodeView::of(&stored, services.world.now());
     Ok((status, replayed(&answered), etag(stored.version), Json(view)).into_response())

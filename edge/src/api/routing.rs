@@ -16,6 +16,10 @@ use crate::services::Services;
 
 /// The name of the security scheme in the description.
 const BEARER: &str = "bearer";
+/// The credentials of a service account, where they are not in the form.
+const CLIENT: &str = "service_account";
+/// The operator's token.
+const INTERNAL: &str = "internal";
 
 /// How handlers describe a body that may be left out.
 const OPTIONAL: &str = "May be left out.";
@@ -31,6 +35,10 @@ pub(super) enum Who {
     Admin,
     /// With a platform role that is bound here; being an administrator is not enough.
     Bound,
+    /// With the id and a key of a service account, in the form or by HTTP Basic (RFC 6749, section 2.3.1).
+    Client,
+    /// With the operator's own token for this route, where one is configured.
+    Internal,
 }
 
 /// What a route does with its method.
@@ -121,6 +129,10 @@ fn description() -> OpenApi {
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
+    components
+        .add_security_scheme(CLIENT, SecurityScheme::Http(HttpBuilder::new().scheme(HttpAuthScheme::Basic).build()));
+    let internal = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some("The operator's own token."));
+    components.add_security_scheme(INTERNAL, SecurityScheme::Http(internal.build()));
     api
 }
 
@@ -141,9 +153,17 @@ fn describe(operation: &mut Operation, row: &Row) {
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
     match row.who {
         Who::Anyone => {}
+        Who::Client => {
+            codes.extend([Code::Unauthenticated, Code::RateLimited]);
+            operation.security = Some(vec![SecurityRequirement::default(), requirement(CLIENT)]);
+        }
+        Who::Internal => {
+            codes.extend([Code::Unauthenticated, Code::NotFound]);
+            operation.security = Some(vec![requirement(INTERNAL)]);
+        }
         Who::User | Who::Admin | Who::Bound => {
             codes.extend([Code::Unauthenticated, Code::Forbidden]);
-            operation.security = Some(vec![SecurityRequirement::new::<_, [&str; 0], &str>(BEARER, [])]);
+            operation.security = Some(vec![requirement(BEARER)]);
         }
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body {
@@ -172,6 +192,10 @@ fn describe(operation: &mut Operation, row: &Row) {
     for (status, response) in openapi_responses(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);
     }
+}
+
+fn requirement(scheme: &str) -> SecurityRequirement {
+    SecurityRequirement::new::<_, [&str; 0], &str>(scheme, [])
 }
 
 fn describe_replay(response: &mut RefOr<Response>) {

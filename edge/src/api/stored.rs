@@ -4,6 +4,7 @@ use axum::http::{HeaderName, HeaderValue, header};
 use chrono::{DateTime, Utc};
 use domain::{EntityRef, Machine};
 use persistence::read::{Cursor, EntityRow, ListFilter};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 use uuid::Uuid;
@@ -37,6 +38,22 @@ impl<M: Machine> Stored<M> {
 pub(crate) async fn find<M: Machine>(services: &Services, id: Uuid) -> Result<Option<Stored<M>>, ApiError> {
     let row = services.reads.entity(EntityRef { kind: M::KIND, id }).await?;
     row.as_ref().map(Stored::of).transpose()
+}
+
+/// An entity with its version, wherever that could be had.
+#[derive(Clone, Debug)]
+pub(crate) struct Current<M> {
+    pub(crate) it: Arc<M>,
+    pub(crate) version: i64,
+}
+
+/// The entity as it was committed last: from the memory of its owner where that is this process, else as it is stored.
+pub(crate) async fn current<M: Machine>(services: &Services, id: Uuid) -> Result<Option<Current<M>>, ApiError> {
+    if let Some((it, version)) = services.directory.host().remembered::<M>(id) {
+        return Ok(Some(Current { it, version }));
+    }
+    let found = find::<M>(services, id).await?;
+    Ok(found.map(|Stored { it, version, .. }| Current { it: Arc::new(it), version }))
 }
 
 /// The rows of one page, oldest first, with their positions. What cannot be read is left out and logged: it is parked where it
@@ -76,13 +93,13 @@ pub(crate) async fn wait_until<M: Machine>(
     id: Uuid,
     within: Duration,
     is_there: impl Fn(&M) -> bool,
-) -> Result<Option<Stored<M>>, ApiError> {
+) -> Result<Option<Current<M>>, ApiError> {
     let end = Instant::now() + within;
     let mut changes = Changes::of(services, EntityRef { kind: M::KIND, id });
     loop {
         let next = changes.next();
-        let found = find::<M>(services, id).await?;
-        if found.as_ref().is_some_and(|stored| is_there(&stored.it)) || Instant::now() >= end {
+        let found = current::<M>(services, id).await?;
+        if found.as_ref().is_some_and(|found| is_there(&found.it)) || Instant::now() >= end {
             return Ok(found);
         }
         next.wait(end).await;

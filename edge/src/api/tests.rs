@@ -9,6 +9,7 @@ mod overview;
 mod people;
 mod platform_roles;
 mod repetitions;
+mod service_accounts;
 mod skus;
 mod ssh_keys;
 mod world;

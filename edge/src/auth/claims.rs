@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Duration, Utc};
 use jsonwebtoken::Algorithm;
+use persistence::StoreError;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
@@ -66,8 +67,12 @@ pub enum TokenFault {
     TooLong,
     #[error("claim {0} is missing or of the wrong type")]
     Claim(String),
+    #[error("the service account or its key is gone")]
+    Revoked,
     #[error("the provider's keys have not been had")]
     NoKeys(#[source] JwksError),
+    #[error("the service account cannot be read")]
+    Store(#[source] StoreError),
 }
 
 /// A token in its parts, nothing of it believed.
@@ -75,7 +80,7 @@ pub(super) struct Presented<'a> {
     signed: &'a str,
     signature: &'a str,
     payload: &'a str,
-    algorithm: String,
+    pub(super) algorithm: String,
     pub(super) kid: String,
 }
 
@@ -112,6 +117,12 @@ impl<'a> Presented<'a> {
         jsonwebtoken::crypto::verify(self.signature, self.signed.as_bytes(), key.decoding(), algorithm).unwrap_or(false)
     }
 
+    /// The bytes that were signed, and the signature.
+    pub(super) fn signed(&self) -> Result<(&[u8], Vec<u8>), TokenFault> {
+        let signature = URL_SAFE_NO_PAD.decode(self.signature).map_err(|_| TokenFault::Malformed)?;
+        Ok((self.signed.as_bytes(), signature))
+    }
+
     pub(super) fn claims(&self) -> Result<Map<String, Value>, TokenFault> {
         object(self.payload)
     }
@@ -122,8 +133,10 @@ fn object(encoded: &str) -> Result<Map<String, Value>, TokenFault> {
     serde_json::from_slice(&bytes).map_err(|_| TokenFault::Malformed)
 }
 
+/// Of a bounded length, on one line whoever shows it: U+2028 and U+2029 end lines too, and the direction marks turn them around.
 fn is_plain(text: &str) -> bool {
-    (1..=MAX_ID_LEN).contains(&text.len()) && !text.chars().any(char::is_control)
+    let forges = |c: char| c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    (1..=MAX_ID_LEN).contains(&text.len()) && !text.chars().any(forges)
 }
 
 /// Reads the claims of a token whose signature holds.
@@ -154,10 +167,15 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
         project_id: id(claims, &paths.project_id)?,
         plan: id(claims, &paths.plan)?,
         token_expires_at,
+        acting: None,
     })
 }
 
-fn read_times(claims: &Map<String, Value>, leeway: Duration, now: DateTime<Utc>) -> Result<DateTime<Utc>, TokenFault> {
+pub(super) fn read_times(
+    claims: &Map<String, Value>,
+    leeway: Duration,
+    now: DateTime<Utc>,
+) -> Result<DateTime<Utc>, TokenFault> {
     let expires_at = time(claims, "exp")?.ok_or_else(|| TokenFault::Claim("exp".into()))?;
     if expires_at <= now {
         return Err(TokenFault::Expired);
@@ -194,7 +212,9 @@ fn time(claims: &Map<String, Value>, name: &str) -> Result<Option<DateTime<Utc>>
             }
         }
     };
-    DateTime::from_timestamp_millis(millis).map(Some).ok_or_else(fault)
+    // No token is from before 1970; a negative time is somebody's arithmetic.
+    let at = DateTime::from_timestamp_millis(millis).filter(|at| *at >= DateTime::UNIX_EPOCH);
+    at.map(Some).ok_or_else(fault)
 }
 
 /// The claim at a path; a claim whose own name holds the dots comes first.

@@ -19,6 +19,7 @@ use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
 use reqwest::{Client, Url, redirect};
 use serde_json::Value;
 use thiserror::Error;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
@@ -38,6 +39,11 @@ pub struct JwksSettings {
     pub max_keys: usize,
     /// Between two attempts that unknown key ids cause.
     pub min_refresh_gap: Duration,
+    /// Between two attempts that somebody demands.
+    pub min_forced_gap: Duration,
+    /// How many requests at once wait for a refresh; the others are told to come again. A provider that is slow must not hold all
+    /// places of the API.
+    pub max_waiting: usize,
     /// After which the keys are asked for again although nothing is missing, so that a withdrawn key ends.
     pub max_age: Duration,
 }
@@ -52,6 +58,8 @@ impl JwksSettings {
             max_bytes: 256 * 1024,
             max_keys: 64,
             min_refresh_gap: Duration::from_secs(5),
+            min_forced_gap: Duration::from_secs(1),
+            max_waiting: 64,
             max_age: Duration::from_secs(300),
         }
     }
@@ -70,8 +78,10 @@ pub enum JwksError {
     ForeignIssuer(String),
     #[error("{0} has no usable keys")]
     NoKeys(String),
-    #[error("the keys were asked for a moment ago, without success")]
+    #[error("the keys were asked for a moment ago")]
     TooSoon,
+    #[error("too many requests wait for the provider's keys")]
+    TooManyWait,
 }
 
 /// One key that the provider signs with.
@@ -98,6 +108,7 @@ struct Inner {
     client: Client,
     keys: ArcSwapOption<Fetched>,
     refreshing: Mutex<Refreshing>,
+    waiting: Semaphore,
 }
 
 struct Fetched {
@@ -108,6 +119,7 @@ struct Fetched {
 #[derive(Default)]
 struct Refreshing {
     last_attempt_at: Option<Instant>,
+    last_forced_at: Option<Instant>,
     running: Option<Refresh>,
 }
 
@@ -123,15 +135,29 @@ impl Jwks {
             client = client.tls_certs_merge(authorities);
         }
         let client = client.build().map_err(|error| JwksError::Client(error.to_string()))?;
-        Ok(Self(Arc::new(Inner { settings, client, keys: ArcSwapOption::empty(), refreshing: Mutex::default() })))
+        let waiting = Semaphore::new(settings.max_waiting.min(Semaphore::MAX_PERMITS));
+        let (keys, refreshing) = (ArcSwapOption::empty(), Mutex::default());
+        Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting })))
     }
 
-    /// Asks the provider now, whatever the gap, or joins the request that is under way.
+    /// Asks the provider now, however fresh the keys are, or joins the request that is under way. Answers with how many keys there are.
     ///
     /// # Errors
-    /// Where the keys could not be had; those from before stay.
-    pub async fn refresh(&self) -> Result<(), JwksError> {
-        self.begin_refresh().await
+    /// [`JwksError::TooSoon`] where this was demanded a moment ago; else where the keys could not be had: those from before stay.
+    pub async fn refresh(&self) -> Result<usize, JwksError> {
+        let refresh = {
+            let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
+            if refreshing.last_forced_at.is_some_and(|at| at.elapsed() < self.0.settings.min_forced_gap) {
+                return Err(JwksError::TooSoon);
+            }
+            refreshing.last_forced_at = Some(Instant::now());
+            match &refreshing.running {
+                Some(running) => running.clone(),
+                None => self.spawn_refresh(&mut refreshing),
+            }
+        };
+        refresh.await?;
+        Ok(self.0.keys.load().as_ref().map_or(0, |fetched| fetched.keys.values().map(Vec::len).sum()))
     }
 
     /// The keys of this id that may sign with this algorithm; none where the id is unknown.
@@ -152,7 +178,10 @@ impl Jwks {
             }
         }
         let outcome = match self.try_refresh() {
-            Some(refresh) => refresh.await,
+            Some(refresh) => {
+                let _place = self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?;
+                refresh.await
+            }
             None => Err(JwksError::TooSoon),
         };
         match (&*self.0.keys.load(), outcome) {
@@ -170,14 +199,6 @@ impl Jwks {
         }
         let too_soon = refreshing.last_attempt_at.is_some_and(|at| at.elapsed() < self.0.settings.min_refresh_gap);
         (!too_soon).then(|| self.spawn_refresh(&mut refreshing))
-    }
-
-    fn begin_refresh(&self) -> Refresh {
-        let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
-        match &refreshing.running {
-            Some(running) => running.clone(),
-            None => self.spawn_refresh(&mut refreshing),
-        }
     }
 
     /// In a task of its own, so that it does not end with the request that began it.

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod hostile;
+
 use axum::{Router, body::Body, extract::Request, middleware::from_fn_with_state, routing::get};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use jsonwebtoken::{AlgorithmFamily, EncodingKey};
@@ -105,7 +107,11 @@ impl Provider {
     }
 
     fn settings(&self) -> JwksSettings {
-        JwksSettings { min_refresh_gap: std::time::Duration::from_millis(200), ..JwksSettings::new(self.issuer()) }
+        JwksSettings {
+            min_refresh_gap: std::time::Duration::from_millis(200),
+            min_forced_gap: std::time::Duration::ZERO,
+            ..JwksSettings::new(self.issuer())
+        }
     }
 
     fn authenticator(&self) -> Authenticator {

@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use thiserror::Error;
 use wire::Envelope;
 use wire::PublicKey;
+use wire::inventory::ExecutorKind;
 use wire::proof::{CleanupReport, Outcome, ProofError};
 use wire::task::{TaskResult, TaskStatus};
 
@@ -93,11 +94,18 @@ fn check(
     if report.leftovers().next().is_some() {
         return Err(Fault::Leftovers(leftovers(&report)));
     }
-    let missing: Vec<_> = report.not_looked_for().map(|what| format!("{what:?}")).collect();
+    let executor = node.map_or(ExecutorKind::Sandbox, executor_of);
+    let missing: Vec<_> = report.not_looked_for(executor).map(|what| format!("{what:?}")).collect();
     if !missing.is_empty() {
         return Err(Fault::Incomplete(missing.join(", ")));
     }
     Ok(allocation_id)
+}
+
+/// How the node keeps tenants apart, by its own last word.
+fn executor_of(node: &Node) -> ExecutorKind {
+    let system = node.inventory.as_ref().is_some_and(|inventory| inventory.executor == "system");
+    if system { ExecutorKind::System } else { ExecutorKind::Sandbox }
 }
 
 fn leftovers(report: &CleanupReport) -> String {

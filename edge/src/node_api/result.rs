@@ -16,6 +16,7 @@ use domain::node::{Command, Node, Verdict};
 use domain::{EntityRef, Kind, NodeId, TaskId};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use tracing::{info, warn};
 use uuid::Uuid;
 use wire::task::{Recorded, ResultAnswer, TaskResult, TaskStatus};
@@ -38,7 +39,7 @@ pub(super) async fn record(
         (TaskStatus::Succeeded, Some(_)) => api.node(node_id).await?,
         (TaskStatus::Succeeded, None) | (TaskStatus::Failed, _) => None,
     };
-    let verdict = verdict(&result, node_id, task_id, state.as_ref());
+    let verdict = verdict(&result, node_id, task_id, state.as_deref());
     let command = Command::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone() };
     match api.ask_until_certain(&scope, node_id, command, key).await {
         Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: Recorded::Already })),
@@ -63,10 +64,14 @@ pub(super) async fn record(
 
 impl NodeApi {
     /// The node as it was committed last.
-    async fn node(&self, node_id: NodeId) -> Result<Option<Node>, ApiError> {
+    async fn node(&self, node_id: NodeId) -> Result<Option<Arc<Node>>, ApiError> {
+        if let Some((node, _)) = self.services.directory.host().remembered::<Node>(node_id.0) {
+            return Ok(Some(node));
+        }
         let entity = EntityRef { kind: Kind::Node, id: node_id.0 };
         let snapshot = self.services.reads.snapshot(entity).await.map_err(ApiError::unavailable)?;
-        snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose().map_err(ApiError::internal)
+        let node = snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose();
+        Ok(node.map_err(ApiError::internal)?.map(Arc::new))
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError, damaged};
 use domain::commit::{Done, Epoch, Snapshot};
-use domain::id::{CommandId, EntityRef, Kind, Shard, SkuId};
+use domain::id::{CommandId, EntityRef, Kind, NodeId, Shard, SkuId};
 use domain::machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -22,6 +22,15 @@ pub struct EntityRow {
     pub unique_name: Option<String>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
+}
+
+/// A node as placement reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeRow {
+    pub node: NodeId,
+    pub version: i64,
+    /// JSON; `None` where the reader has it.
+    pub body: Option<String>,
 }
 
 /// Which entities of a kind.
@@ -138,19 +147,32 @@ impl Reads {
         Ok(Page::of(rows.doing("listing entities")?, limit, place))
     }
 
-    /// The nodes of a SKU that are in one of `states` (none given: in any), by id: what placement chooses from.
+    /// The nodes of a SKU that are in `state`, by id: what placement chooses from. Of those that are `known` at the version that they
+    /// have, only the id and the version are read.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn nodes_of_sku(&self, sku: SkuId, states: &[&str]) -> Result<Vec<EntityRow>, StoreError> {
-        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
-        query.push(" WHERE kind = 'node' AND sku = ").push_bind(sku.0);
-        if !states.is_empty() {
-            query.push(" AND state = ANY (").push_bind(states).push(")");
-        }
-        query.push(" ORDER BY id");
-        let rows = query.build().fetch_all(&self.pool).await;
-        rows.and_then(|rows| rows.iter().map(entity_row).collect()).doing("reading the nodes of a SKU")
+    pub async fn nodes_of_sku(
+        &self,
+        sku: SkuId,
+        state: &str,
+        known: impl Iterator<Item = (NodeId, i64)>,
+    ) -> Result<Vec<NodeRow>, StoreError> {
+        let (ids, versions): (Vec<Uuid>, Vec<i64>) = known.map(|(node, version)| (node.0, version)).unzip();
+        let rows: Result<Vec<(Uuid, i64, Option<String>)>, _> = sqlx::query_as(
+            "SELECT entity.id, entity.version,
+                    CASE WHEN known.version = entity.version THEN NULL ELSE entity.body::text END
+             FROM entity LEFT JOIN unnest($3::uuid[], $4::bigint[]) AS known (id, version) ON known.id = entity.id
+             WHERE entity.kind = 'node' AND entity.sku = $1 AND entity.state = $2 ORDER BY entity.id",
+        )
+        .bind(sku.0)
+        .bind(state)
+        .bind(ids)
+        .bind(versions)
+        .fetch_all(&self.pool)
+        .await;
+        let row = |(id, version, body)| NodeRow { node: NodeId(id), version, body };
+        rows.map(|rows| rows.into_iter().map(row).collect()).doing("reading the nodes of a SKU")
     }
 
     /// Who refers to a SKU. Allocations are counted where they are held: on the SKU's nodes, or, while they look for one, among those

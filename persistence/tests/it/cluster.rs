@@ -77,6 +77,22 @@ async fn the_living_lose_nothing_to_a_takeover() {
 }
 
 #[tokio::test]
+async fn a_restart_under_the_same_name_frees_the_shards_of_the_process_before_it_at_once() {
+    let (_db, cluster) = cluster().await;
+    let (before, bob) = (member("ann"), member("bob"));
+    cluster.join(&before).await.unwrap();
+    cluster.join(&bob).await.unwrap();
+    cluster.take_over(before.id, &cluster.shards().await.unwrap()[..2], 3 * SECOND).await.unwrap();
+    let seen = cluster.shards().await.unwrap();
+    assert!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().is_empty(), "ann lives");
+    let after = member("ann");
+    cluster.join(&after).await.unwrap();
+    let living: Vec<_> = cluster.living(3 * SECOND).await.unwrap().into_iter().map(|it| it.member.id).collect();
+    assert!(living.len() == 2 && living.contains(&after.id) && living.contains(&bob.id), "{living:?}");
+    assert_eq!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().len(), 2);
+}
+
+#[tokio::test]
 async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
     let (_db, cluster) = cluster().await;
     let (ann, bob) = (member("ann").id, member("bob").id);

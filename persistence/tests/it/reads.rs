@@ -4,7 +4,7 @@ use crate::world::{World, at, bare, create, event, next};
 use domain::authz::PlatformRole;
 use domain::bindings::{Binding, Bindings};
 use domain::commit::{Commit, Snapshot, Timer};
-use domain::id::{BindingId, EventId, Kind, Shard, SkuId};
+use domain::id::{BindingId, EventId, Kind, NodeId, Shard, SkuId};
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
 use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter};
@@ -87,7 +87,7 @@ async fn a_name_or_an_id_finds_the_same_entity() {
 }
 
 #[tokio::test]
-async fn placement_sees_the_nodes_of_a_sku_in_the_states_that_it_asks_for() {
+async fn placement_sees_the_active_nodes_of_a_sku_and_reads_those_that_have_changed() {
     let world = World::new().await;
     let sku = SkuId(Uuid::new_v4());
     let node = |n: u32, state: &'static str| {
@@ -97,9 +97,17 @@ async fn placement_sees_the_nodes_of_a_sku_in_the_states_that_it_asks_for() {
         commit
     };
     world.commit_all(&[node(1, "active"), node(2, "retired"), node(3, "active"), create(4)]).await;
-    assert_eq!(world.reads().nodes_of_sku(sku, &["active"]).await.unwrap().len(), 2);
-    assert_eq!(world.reads().nodes_of_sku(sku, &[]).await.unwrap().len(), 3);
-    assert_eq!(world.reads().nodes_of_sku(SkuId(Uuid::new_v4()), &[]).await.unwrap().len(), 0);
+    let seen = async |sku, known: &[(NodeId, i64)]| {
+        world.reads().nodes_of_sku(sku, "active", known.iter().copied()).await.unwrap()
+    };
+    let rows = seen(sku, &[]).await;
+    let versions: Vec<_> = rows.iter().map(|row| (row.node, row.version)).collect();
+    assert!(rows.len() == 2 && rows.iter().all(|row| row.version == 1 && row.body.is_some()));
+    assert_eq!(seen(SkuId(Uuid::new_v4()), &[]).await, []);
+    let again = seen(sku, &versions).await;
+    assert!(again.len() == 2 && again.iter().all(|row| row.body.is_none()), "what is known is not read again");
+    let older = seen(sku, &[(versions[0].0, 0), versions[1]]).await;
+    assert!(older[0].body.is_some() && older[1].body.is_none(), "what has changed is");
     let counts = world.reads().counts().await.unwrap();
     let counts: Vec<_> = counts.iter().map(|count| (count.kind, count.state.as_str(), count.count)).collect();
     assert_eq!(counts, [(Kind::Node, "active", 2), (Kind::Node, "retired", 1), (Kind::Sku, "draft", 1)]);

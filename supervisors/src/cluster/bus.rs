@@ -104,6 +104,23 @@ impl Bus {
         anyhow::bail!("the subscription ended")
     }
 
+    /// Tells all members to fetch the identity provider's keys.
+    pub async fn provider_keys_changed(&self) {
+        self.say("gpuaas.identity.keys", Vec::new()).await;
+    }
+
+    /// Hears that. This member hears itself, too.
+    ///
+    /// # Errors
+    /// Where the connection is gone for good.
+    pub async fn on_provider_keys_changed(&self, act: impl Fn()) -> anyhow::Result<()> {
+        let mut messages = self.client.subscribe("gpuaas.identity.keys").await?;
+        while messages.next().await.is_some() {
+            act();
+        }
+        anyhow::bail!("the subscription ended")
+    }
+
     pub(super) async fn say(&self, subject: &'static str, payload: Vec<u8>) {
         // Best effort by nature: who must know reads Postgres. While there is no connection the client would keep what is said, and
         // at last keep us waiting.

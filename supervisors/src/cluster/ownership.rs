@@ -2,14 +2,15 @@
 
 use super::assignment::assign;
 use super::bus::Bus;
-use super::{BEAT, SILENCE, View};
+use super::hearing::{HEARD_WITHIN, Hearing, Standing, is_cut_off};
+use super::{BEAT, PROMPT, SILENCE, View};
 use actors::ports::Term;
 use actors::{Directory, Host};
 use domain::commit::Epoch;
 use domain::{MemberId, Shard};
 use futures::StreamExt;
 use persistence::Cluster;
-use persistence::cluster::Ownership;
+use persistence::cluster::{Heard, Member, Ownership};
 use ractor::ActorCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,6 +38,8 @@ pub struct Owner {
     pub parent: Mutex<Option<ActorCell>>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
     look: Arc<Notify>,
+    standing: Mutex<Standing>,
+    began: Instant,
     /// False for a process without entities: it reads along and owns nothing.
     takes_shards: bool,
 }
@@ -61,6 +64,8 @@ impl Owner {
             parent: Mutex::default(),
             serving: Mutex::default(),
             look,
+            standing: Mutex::default(),
+            began: Instant::now(),
             takes_shards,
         }
     }
@@ -80,10 +85,11 @@ impl Owner {
             }
             if n % 2 == 0 {
                 let before = Instant::now();
-                match tokio::time::timeout(SILENCE, self.cluster.beat(&self.view.me)).await {
+                let first = self.view.seen().renewed_at.is_none();
+                match tokio::time::timeout(SILENCE, self.renew(first)).await {
                     Ok(Ok(())) => {
                         // The first time the others know of this member: it can take its share now.
-                        if self.view.seen().renewed_at.is_none() {
+                        if first {
                             self.look.notify_one();
                         }
                         self.view.note(|seen| seen.renewed_at = Some(before));
@@ -94,6 +100,23 @@ impl Owner {
             }
         }
         Ok(())
+    }
+
+    async fn renew(&self, first: bool) -> Result<(), persistence::StoreError> {
+        let me = self.as_it_stands();
+        if first { self.cluster.join(&me).await } else { self.cluster.beat(&me).await }
+    }
+
+    /// This member, with what the others must know of it: whom it hears over NATS, and whether it counts itself out.
+    fn as_it_stands(&self) -> Member {
+        let (mut me, seen, now) = (self.view.me.clone(), self.view.seen(), Instant::now());
+        // One that has just come has had no time to hear anybody.
+        if self.began.elapsed() > HEARD_WITHIN + BEAT {
+            let heard: Vec<_> = seen.heard.keys().filter(|id| seen.hears(**id, now)).collect();
+            me.details["hears"] = serde_json::json!(heard);
+        }
+        me.details["cut_off"] = seen.cut_off.into();
+        me
     }
 
     /// Hears the others over NATS.
@@ -132,26 +155,30 @@ impl Owner {
     }
 
     async fn turn(&self) -> anyhow::Result<()> {
-        let living = self.cluster.living(SILENCE).await?;
+        // The shards first: who owns a shard by then had said of itself what is read of it afterwards.
         let shards = self.cluster.shards().await?;
+        let living = self.cluster.living(SILENCE).await?;
+        let now = Instant::now();
         self.view.note(|seen| {
-            seen.heard.retain(|id, _| living.iter().any(|heard| heard.member.id == *id));
+            seen.read(now);
+            seen.heard.retain(|_, at| now.duration_since(*at) < HEARD_WITHIN * 5);
             (seen.living, seen.shards) = (living.clone(), shards.clone());
         });
         if !self.takes_shards {
             return Ok(());
         }
-        let me = self.view.me.id;
+        self.take_position(&living, now);
         self.follow(&shards).await?;
-        let owners: Vec<_> = living.iter().map(|heard| &heard.member).filter(|member| owns_shards(member)).collect();
-        let owners: Vec<_> = owners.into_iter().map(|member| member.id).collect();
-        if !owners.contains(&me) {
+        let me = self.view.me.id;
+        if !living.iter().any(|heard| heard.member.id == me) {
             // The others do not know of this member yet.
             return Ok(());
         }
-        let wanted = assign(&owners);
+        let wanted = assign(&owners(&living));
+        let seen = self.view.seen();
         let masterless = |owned: &&Ownership| {
-            wanted.get(&owned.shard) == Some(&me) && owned.owner.is_none_or(|owner| !owners.contains(&owner))
+            let dead = |owner| !living.iter().any(|heard| heard.member.id == owner) && seen.may_take_from(owner, now);
+            wanted.get(&owned.shard) == Some(&me) && owned.owner.is_none_or(dead)
         };
         let free: Vec<_> = shards.iter().filter(masterless).copied().collect();
         if !free.is_empty() {
@@ -162,7 +189,25 @@ impl Owner {
                 self.bus.ownership_changed().await;
             }
         }
-        self.give(&shards, &wanted).await
+        let prompt = |to: &MemberId| living.iter().any(|it| it.member.id == *to && it.silent_for <= PROMPT);
+        self.give(&shards, &wanted, prompt).await
+    }
+
+    /// Counts this member out while it is cut off from others that hear each other. They read it with its next beat; only what stands
+    /// in the books is acted on.
+    fn take_position(&self, living: &[Heard], now: Instant) {
+        let seen_cut_off = is_cut_off(self.view.me.id, &hearing(living));
+        let cut_off = self.standing.lock().unwrap_or_else(PoisonError::into_inner).look(seen_cut_off, now);
+        if cut_off != self.view.seen().cut_off {
+            self.view.note(|seen| seen.cut_off = cut_off);
+            if cut_off {
+                tracing::warn!(
+                    "the other members hear each other over NATS and not this one: it hands its shards over"
+                );
+            } else {
+                tracing::info!("the other members hear this one again");
+            }
+        }
     }
 
     /// What the books say of this member is so: opens what is ours and not open, drops what is open and not ours.
@@ -219,11 +264,16 @@ impl Owner {
     }
 
     /// Hands over what should be another living member's: intake closed, drained, the epoch raised.
-    async fn give(&self, shards: &[Ownership], wanted: &BTreeMap<Shard, MemberId>) -> anyhow::Result<()> {
+    async fn give(
+        &self,
+        shards: &[Ownership],
+        wanted: &BTreeMap<Shard, MemberId>,
+        prompt: impl Fn(&MemberId) -> bool,
+    ) -> anyhow::Result<()> {
         let me = self.view.me.id;
         let going = shards.iter().filter(|owned| owned.owner == Some(me));
         let going = going.filter_map(|owned| wanted.get(&owned.shard).map(|to| (owned.shard, *to)));
-        let going: Vec<_> = going.filter(|(_, to)| *to != me).take(IN_ONE_TURN).collect();
+        let going: Vec<_> = going.filter(|(_, to)| *to != me && prompt(to)).take(IN_ONE_TURN).collect();
         self.hand_over(&going.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
         if !going.is_empty() {
             tracing::info!(shards = going.len(), "handed shards over");
@@ -267,12 +317,10 @@ impl Owner {
 
     async fn leave_in_order(&self) -> anyhow::Result<()> {
         let me = self.view.me.id;
-        let mut leaving = self.view.me.clone();
+        let mut leaving = self.as_it_stands();
         leaving.details["roles"] = serde_json::Value::Array(Vec::new());
         self.cluster.beat(&leaving).await?;
-        let living = self.cluster.living(SILENCE).await?;
-        let others: Vec<_> = living.iter().map(|heard| &heard.member).filter(|member| owns_shards(member)).collect();
-        let wanted = assign(&others.iter().map(|member| member.id).collect::<Vec<_>>());
+        let wanted = assign(&owners(&self.cluster.living(PROMPT).await?));
         let going: Vec<_> =
             self.host.terms().iter().map(|term| (term.shard, wanted.get(&term.shard).copied())).collect();
         for some in going.chunks(IN_ONE_TURN) {
@@ -283,7 +331,61 @@ impl Owner {
     }
 }
 
+/// The members that should own the shards: those that run entities, without those that count themselves out, as long as others are
+/// left.
+fn owners(living: &[Heard]) -> Vec<MemberId> {
+    let able = || living.iter().map(|heard| &heard.member).filter(|member| runs_entities(member));
+    let reached: Vec<_> = able().filter(|member| member.details["cut_off"] != true).map(|member| member.id).collect();
+    if reached.is_empty() { able().map(|member| member.id).collect() } else { reached }
+}
+
 /// Whether a member runs entities, by what it says of itself.
-fn owns_shards(member: &persistence::cluster::Member) -> bool {
+fn runs_entities(member: &Member) -> bool {
     member.details["roles"].as_array().is_some_and(|roles| roles.iter().any(|role| role == "entities"))
+}
+
+/// Whom each member hears, as far as it has said.
+fn hearing(living: &[Heard]) -> Hearing {
+    let said = |heard: &Heard| {
+        let hears = serde_json::from_value(heard.member.details["hears"].clone()).ok()?;
+        Some((heard.member.id, hears))
+    };
+    living.iter().filter_map(said).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use std::time::Duration;
+    use uuid::Uuid;
+
+    fn member(n: u128, details: Value) -> Heard {
+        let started_at = domain::Timestamp::UNIX_EPOCH;
+        let member = Member { id: MemberId(Uuid::from_u128(n)), name: n.to_string(), started_at, details };
+        Heard { member, silent_for: Duration::ZERO }
+    }
+
+    fn numbers(ids: Vec<MemberId>) -> Vec<u128> {
+        ids.into_iter().map(|id| id.0.as_u128()).collect()
+    }
+
+    #[test]
+    fn who_counts_itself_out_owns_nothing_as_long_as_others_are_left() {
+        let entities = |cut_off: bool| json!({ "roles": ["entities"], "cut_off": cut_off });
+        let living = [member(1, entities(false)), member(2, entities(true)), member(3, json!({ "roles": ["api"] }))];
+        assert_eq!(numbers(owners(&living)), [1]);
+        assert_eq!(numbers(owners(&living[1..])), [2]);
+        let of_an_earlier_release = member(4, json!({ "roles": ["entities"] }));
+        assert_eq!(numbers(owners(&[of_an_earlier_release])), [4]);
+    }
+
+    #[test]
+    fn what_a_member_says_of_whom_it_hears_is_read_and_silence_is_no_statement() {
+        let ids = [Uuid::from_u128(1), Uuid::from_u128(2)];
+        let living = [member(1, json!({ "hears": ids })), member(2, json!({})), member(3, json!({ "hears": 7 }))];
+        let said = hearing(&living);
+        assert_eq!(said.len(), 1);
+        assert_eq!(said[&MemberId(ids[0])].len(), 2);
+    }
 }

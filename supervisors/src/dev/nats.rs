@@ -1,5 +1,6 @@
 //! A private NATS server: a real one, with JetStream, TLS, and users with passwords and subject permissions.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -111,8 +112,17 @@ impl Nats {
 
     /// `tls://NAME:PASSWORD@127.0.0.1:PORT` of one of the users, or `None` where there is no such user.
     pub fn url(&self, user: &str) -> Option<SecretString> {
+        self.url_by_way_of(user, self.address())
+    }
+
+    /// The same, where something stands between the user and the server.
+    pub fn url_by_way_of(&self, user: &str, address: SocketAddr) -> Option<SecretString> {
         let user = self.users.iter().find(|known| known.name == user)?;
-        Some(format!("tls://{}:{}@127.0.0.1:{}", user.name, user.password.expose_secret(), self.port).into())
+        Some(format!("tls://{}:{}@{address}", user.name, user.password.expose_secret()).into())
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], self.port))
     }
 
     /// Connects as one of the users. (The client takes no credentials from a URL: they have to be given apart from it.)

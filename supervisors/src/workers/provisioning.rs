@@ -1,22 +1,27 @@
-//! Finds a node for an allocation: counts it against its tenant's quota, asks the fitting nodes in turn, and tells the allocation
-//! what came of it. It holds no state that matters: it can stop anywhere, and the event is worked on again.
+//! Finds a node for an allocation: counts it against its tenant's quota and asks the fitting nodes in turn. The one that reserves
+//! says so itself, in the commit that carries the request out; that there is none, the allocation is told from here. Nothing that
+//! matters is held here: it can stop anywhere, and the event is worked on again.
+
+mod fleet;
 
 use super::reactor::{Effect, Heard, Reactor};
-use actors::AskError;
-use actors::place::id_of_name;
+use actors::place::{command_id, id_of_name};
+use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
+use domain::machine::Command as _;
 use domain::node::{self, Node};
-use domain::placement::{self, Candidate, Wanted};
+use domain::placement::{self, Wanted};
 use domain::tenant::{self, AskedScopes, Tenant};
-use domain::{AllocationId, EntityRef, Kind, NodeId, SkuId};
+use domain::{AllocationId, EntityRef, EventId, Kind, NodeId};
+use fleet::Fleet;
 use persistence::StoreError;
 use prometheus::{Histogram, HistogramOpts, IntCounter, Registry};
+use std::sync::Arc;
+use std::time::Instant;
 
-/// The nodes that may take a tenant.
-const SCHEDULABLE: &[&str] = &["active"];
-
-/// The placement's own figures.
+/// Places allocations.
 pub struct Placer {
+    fleet: Fleet,
     placed: IntCounter,
     refused: IntCounter,
     asked: Histogram,
@@ -29,6 +34,7 @@ impl Placer {
         let asked = HistogramOpts::new("provisioning_nodes_asked", "Nodes that were asked for one allocation.")
             .buckets(vec![0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0]);
         let placer = Self {
+            fleet: Fleet::default(),
             placed: IntCounter::new("provisioning_placed_total", "Allocations for which a node was found.")?,
             refused: IntCounter::new("provisioning_unplaced_total", "Searches that found no node.")?,
             asked: Histogram::with_opts(asked)?,
@@ -66,19 +72,27 @@ impl Placer {
             region_code: allocation.asked.region_code.as_deref(),
             gpu_count: allocation.asked.gpu_count,
         };
-        let candidates = candidates(by, allocation.asked.sku_id, id).await?;
-        let mut asked = 0.0;
-        for node_id in placement::order(&candidates, &wanted, id.0.as_u128()) {
-            asked += 1.0;
-            if let Some(placed) = self.reserve(by, heard, &allocation, node_id).await? {
-                self.placed.inc();
-                self.asked.observe(asked);
-                return Ok(tell(allocation::Command::Reserved { node_id, placed }).await);
+        let (began, sku) = (Instant::now(), allocation.asked.sku_id);
+        let (mut asked, mut since) = (0.0, None);
+        let suggestion = loop {
+            let look = self.fleet.look(&by.reads, sku, id, since).await?;
+            for node_id in placement::order(&look.candidates, &wanted, id.0.as_u128()) {
+                asked += 1.0;
+                if let Some(effect) = self.reserve(by, heard, &allocation, node_id).await? {
+                    self.placed.inc();
+                    self.asked.observe(asked);
+                    self.fleet.reserved(sku, node_id, id, allocation.asked.gpu_count).await;
+                    return Ok(effect);
+                }
             }
-        }
+            if look.at >= began {
+                break placement::suggestion(&look.candidates, &wanted);
+            }
+            // What was seen was old: nobody is turned away for it.
+            since = Some(began);
+        };
         self.refused.inc();
         self.asked.observe(asked);
-        let suggestion = placement::suggestion(&candidates, &wanted);
         Ok(tell(allocation::Command::NoCapacity { suggestion: Some(suggestion) }).await)
     }
 
@@ -102,29 +116,24 @@ impl Placer {
         }
     }
 
-    /// What the node set aside; `None` where it cannot.
+    /// Asks a node to set devices aside, in the commit that carries the request out. `None` where it cannot.
     async fn reserve(
         &self,
         by: &Reactor,
         heard: &Heard,
         allocation: &Allocation,
         node_id: NodeId,
-    ) -> Result<Option<allocation::Placed>, Stuck> {
+    ) -> Result<Option<Effect>, Stuck> {
         let reserve = node::Command::Reserve {
             allocation_id: allocation.id,
             gpu_count: allocation.asked.gpu_count,
             keys: allocation.asked.ssh_keys.clone(),
         };
-        match by.directory.ask::<Node>(&by.permit, node_id.0, reserve, by.asked(heard)).await {
-            Ok(answered) => match answered.reply {
-                node::Reply::Reserved { placed } => Ok(Some(placed)),
-                node::Reply::Node { .. }
-                | node::Reply::TokenIssued { .. }
-                | node::Reply::Enrolled { .. }
-                | node::Reply::Work { .. }
-                | node::Reply::Heard { .. }
-                | node::Reply::Done => Err(Stuck("a reservation was answered with something else".to_owned())),
-            },
+        let asked = by.asked(heard).once(reservation(heard.id, node_id, reserve.name()));
+        match by.directory.ask::<Node>(&by.permit, node_id.0, reserve, asked).await {
+            Ok(answered) if answered.written => Ok(Some(Effect::Settled)),
+            // An earlier try got this far, and the node has said so.
+            Ok(_) | Err(AskError::AlreadyDone) => Ok(Some(by.settle(heard).await)),
             Err(AskError::Rejected(_)) => Ok(None),
             // It may have reserved: the next try asks it first.
             Err(error) => Err(Stuck(error.to_string())),
@@ -132,9 +141,15 @@ impl Placer {
     }
 }
 
+/// A reservation for this request at this node. Each node has its own: that one has reserved says nothing about another.
+fn reservation(event: EventId, node_id: NodeId, command: &str) -> CommandKey {
+    let id = command_id(&[b"event", event.0.as_bytes(), command.as_bytes(), node_id.0.as_bytes()]);
+    CommandKey { id, ..CommandKey::of_event(event, command) }
+}
+
 /// Where the allocation of a request stands when it is worked on.
 enum Standing {
-    Requested(Box<Allocation>),
+    Requested(Arc<Allocation>),
     /// It has a node, or is giving one back: an earlier try got this far.
     Placed,
     Over {
@@ -143,12 +158,17 @@ enum Standing {
 }
 
 async fn read(by: &Reactor, id: AllocationId) -> Result<Standing, Stuck> {
-    let snapshot = by.reads.snapshot(EntityRef { kind: Kind::Allocation, id: id.0 }).await?;
-    let snapshot = snapshot.ok_or_else(|| Stuck("the allocation is not there".to_owned()))?;
-    let allocation: Allocation = serde_json::from_str(&snapshot.body)?;
-    Ok(match allocation.phase {
-        Phase::Requested { .. } => Standing::Requested(Box::new(allocation)),
-        Phase::Released { .. } => Standing::Over { user_id: allocation.asked.user_id },
+    let allocation = match by.directory.host().remembered::<Allocation>(id.0) {
+        Some((allocation, _)) => allocation,
+        None => {
+            let snapshot = by.reads.snapshot(EntityRef { kind: Kind::Allocation, id: id.0 }).await?;
+            let snapshot = snapshot.ok_or_else(|| Stuck("the allocation is not there".to_owned()))?;
+            Arc::new(serde_json::from_str(&snapshot.body)?)
+        }
+    };
+    Ok(match &allocation.phase {
+        Phase::Requested { .. } => Standing::Requested(allocation),
+        Phase::Released { .. } => Standing::Over { user_id: allocation.asked.user_id.clone() },
         Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Releasing { .. } | Phase::ReleaseFailed { .. } => {
             Standing::Placed
         }
@@ -159,13 +179,6 @@ async fn read(by: &Reactor, id: AllocationId) -> Result<Standing, Stuck> {
 async fn forget(by: &Reactor, heard: &Heard, id: AllocationId, user_id: &str) -> Effect {
     let command = tenant::Command::Forget { allocation_id: id };
     by.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, user_id), command).await
-}
-
-async fn candidates(by: &Reactor, sku: SkuId, id: AllocationId) -> Result<Vec<Candidate>, Stuck> {
-    let rows = by.reads.nodes_of_sku(sku, SCHEDULABLE).await?;
-    // A node that cannot be read is parked and shown; the others can be rented.
-    let nodes = rows.iter().filter_map(|row| serde_json::from_str::<Node>(&row.body).ok());
-    Ok(nodes.map(|node| Candidate::of(&node, id)).collect())
 }
 
 /// The search cannot go on now.

@@ -25,10 +25,13 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// Events that are worked on at once.
-const AT_ONCE: usize = 128;
+const AT_ONCE: usize = 256;
 
-/// How long a command of an event may take.
-const PATIENCE: TimeDelta = TimeDelta::seconds(10);
+/// How long a command of an event may take. An event that has to wait comes again; one that is waited for takes the place of others.
+const PATIENCE: TimeDelta = TimeDelta::seconds(2);
+
+/// How long the owner of a shard is looked for. During a takeover there is none for seconds, and the other shards' events go on.
+const SEEKS_FOR: TimeDelta = TimeDelta::milliseconds(200);
 
 /// After this an event without effect is taken up by the poll. JetStream has usually brought it within a millisecond.
 const ORPHANED: Duration = Duration::from_secs(3);
@@ -75,13 +78,14 @@ impl Reactor {
         worker: &str,
     ) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        Ok(Self { directory, reads, outbox, placer, permit })
+        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, permit })
     }
 
     /// Asks what follows from an event.
     pub async fn react(&self, heard: &Heard) -> Effect {
         match heard.event.reaction() {
-            Reaction::Nothing => self.settle(heard).await,
+            // The row goes when the broker has acknowledged the event (`workers::relay`).
+            Reaction::Nothing => Effect::Settled,
             Reaction::Place(allocation_id) => self.placer.place(self, heard, allocation_id).await,
             Reaction::Node(id, command) => self.carry_out::<Node>(heard, id.0, command).await,
             Reaction::Allocation(id, command) => self.carry_out::<Allocation>(heard, id.0, command).await,

@@ -1,7 +1,9 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::line::Line;
 use super::{Declared, GPUS, World, simulated};
+use anyhow::Context as _;
 use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -35,12 +37,14 @@ pub struct Plan {
     replicas: usize,
     policies: Vec<(String, Value)>,
     variables: Vec<(String, String)>,
+    /// Of one replica, by its index.
+    own_variables: Vec<(usize, String, String)>,
     binaries: Option<PathBuf>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), binaries: None }
+        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), own_variables: Vec::new(), binaries: None }
     }
 }
 
@@ -59,6 +63,12 @@ impl Plan {
     /// A variable of every replica's environment.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// A variable of one replica's environment.
+    pub fn variable_of(mut self, replica: usize, name: &str, value: &str) -> Self {
+        self.own_variables.push((replica, name.to_owned(), value.to_owned()));
         self
     }
 
@@ -119,11 +129,15 @@ impl Plan {
             node_public_url: format!("https://{}", node_balancer.address()),
             variables: self.variables.clone(),
         };
-        let starting = names.iter().zip(listens).map(|(name, listens)| {
-            let url = nats.url(name).ok_or_else(|| anyhow::anyhow!("{name} has no NATS user"));
-            let settings = &settings;
-            async move { Replica::start(name, settings, url?, listens).await }
-        });
+        let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
+        let starting =
+            names.iter().zip(listens).zip(&nats_lines).enumerate().map(|(index, ((name, listens), line))| {
+                let url = nats.url_by_way_of(name, line.address());
+                let mut settings = settings.clone();
+                let own = self.own_variables.iter().filter(|(replica, ..)| *replica == index);
+                settings.variables.extend(own.map(|(_, name, value)| (name.clone(), value.clone())));
+                async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
+            });
         let replicas = try_join_all(starting).await?;
 
         let agent_settings = AgentSettings {
@@ -148,6 +162,7 @@ impl Plan {
         Ok(World {
             agents: BTreeMap::new(),
             replicas,
+            nats_lines,
             public,
             node_balancer,
             identity,

@@ -1,12 +1,16 @@
 //! The saga: which fact moves an allocation where, and what undoes a step that came to nothing.
 
 use super::{AfterFailure, Allocation, Command, Failure, LOOK_AGAIN, MAX_GPUS, Phase, Placed, Rejection, Request};
+use crate::again::Again;
 use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, NodeId};
 use crate::machine::{Audit, Command as _, Ctx, Step};
 use crate::policy::Key;
 use chrono::TimeDelta;
 use serde_json::json;
+
+/// Why a release without proof is over, in its history.
+const FORCED: &str = "forced";
 
 /// The first pause between clean-up attempts; it doubles up to policy `allocation.release_backoff_max_seconds`.
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
@@ -33,6 +37,7 @@ impl Allocation {
             history: Vec::new(),
             active_at: None,
             release_requested_at: None,
+            again: None,
         };
         let phase = requested.phase.clone();
         let requested = requested.moved(phase, ctx.now, "requested");
@@ -58,6 +63,7 @@ impl Allocation {
             Command::CleanupFailed { node_id, attempt, reason } => {
                 Ok(self.cleanup_failed(node_id, attempt, &reason, ctx))
             }
+            Command::StillCounted => Ok(self.still_counted()),
             Command::Tick => Ok(self.tick(ctx)),
         }
     }
@@ -100,7 +106,7 @@ impl Allocation {
                 let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
                 let last = Some((*node_id, placed.clone()));
                 Ok(self
-                    .end(last, "forced", "released by force, without proof of clean-up", ctx)
+                    .end(last, FORCED, "released by force, without proof of clean-up", ctx)
                     .event(forced)
                     .audit(self.audit("allocations.force_release", json!({ "reason": reason }))))
             }
@@ -135,7 +141,29 @@ impl Allocation {
             | Phase::Active { .. }
             | Phase::Releasing { .. }
             | Phase::ReleaseFailed { .. } => self.unwanted(node_id),
+            // The node's own question: it was not told of the force.
+            Phase::Released { last: Some((ours, _)), .. } if *ours == node_id && self.was_forced() => self
+                .unchanged(format!("node {node_id} still holds devices after the release by force"))
+                .event(Event::ReleaseForced { allocation_id: self.id, node_id }),
             Phase::Released { last, .. } => self.unwanted(node_id).event(self.ended(last.as_ref(), "placed_too_late")),
+        }
+    }
+
+    fn was_forced(&self) -> bool {
+        self.history.last().is_some_and(|last| last.reason == FORCED)
+    }
+
+    /// Its tenant has not heard of its end.
+    fn still_counted(&self) -> Step<Self> {
+        match &self.phase {
+            Phase::Released { last, .. } => self
+                .unchanged("its tenant still counts it after its end")
+                .event(self.ended(last.as_ref(), "still_counted")),
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. } => self.stay(),
         }
     }
 
@@ -285,22 +313,25 @@ impl Allocation {
                 true,
                 ctx,
             ),
-            Phase::Requested { until, .. } => {
-                let mut next = self.clone();
-                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + LOOK_AGAIN) };
+            Phase::Requested { until, look_again_at } => {
+                let mut next = self.asking_again(ctx);
+                // Once it has been looked for in vain, it is looked for often.
+                let look_again_at = look_again_at.map(|_| ctx.now + LOOK_AGAIN);
+                next.phase = Phase::Requested { until: *until, look_again_at };
                 next.step("looking for capacity again").event(Event::AllocationRequested { allocation_id: self.id })
             }
             Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
                 self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
             }
             Phase::Provisioning { node_id, until, .. } => self
-                .unchanged("asking the node again")
+                .asking_again(ctx)
+                .step("asking the node again")
                 .event(Event::ProvisioningStarted { allocation_id: self.id, node_id: *node_id, deadline_at: *until }),
             Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
                 self.fail_release(*node_id, placed, *attempt, "release_timeout", ctx)
             }
             Phase::Releasing { node_id, attempt, until, .. } => {
-                self.unchanged("asking the node again").event(Event::ReleaseRequested {
+                self.asking_again(ctx).step("asking the node again").event(Event::ReleaseRequested {
                     allocation_id: self.id,
                     node_id: *node_id,
                     attempt: *attempt,
@@ -312,8 +343,19 @@ impl Allocation {
             {
                 self.clean_up(*node_id, placed, attempt + 1, "trying the clean-up again", ctx)
             }
+            // The fence may not have reached the node, nor what the node has to say by now the allocation.
+            Phase::ReleaseFailed { node_id, attempt, next: AfterFailure::Operator(_), .. } => self
+                .asking_again(ctx)
+                .step("telling the node again that its clean-up has failed")
+                .event(Event::ReleaseExhausted { allocation_id: self.id, node_id: *node_id, attempt: *attempt }),
             Phase::Active { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.stay(),
         }
+    }
+
+    /// The same, having spoken up again.
+    fn asking_again(&self, ctx: &Ctx<'_>) -> Self {
+        let again = self.again.unwrap_or_else(|| Again::first(ctx.now)).next(ctx.now);
+        Self { again: Some(again), ..self.clone() }
     }
 
     fn clean_up(&self, node_id: NodeId, placed: &Placed, attempt: u32, why: &str, ctx: &Ctx<'_>) -> Step<Self> {

@@ -27,6 +27,7 @@ fn person(user_id: &str, role: Role) -> Principal {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     })
 }
 
@@ -108,6 +109,11 @@ impl Story {
 
     fn after(mut self, time: TimeDelta) -> Self {
         self.now += time;
+        self
+    }
+
+    fn at_its_deadline(mut self) -> Self {
+        self.now = self.allocation.deadline().unwrap().at;
         self
     }
 
@@ -230,6 +236,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleaned elsewhere", worker(), Command::Cleaned { node_id: ELSEWHERE, attempt }),
         ("cleanup_failed", worker(), remains(attempt)),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
+        ("still_counted", worker(), Command::StillCounted),
         ("tick before its time", worker(), Command::Tick),
     ]
 }
@@ -266,9 +273,14 @@ fn every_command_in_every_state_does_what_was_reviewed() {
             writeln!(table, "    {said}: {}", outcome(&story, story.ask(&by, command))).unwrap();
         }
         if story.allocation.timer().is_some() {
-            let due = story.at_its_timer();
+            let due = story.clone().at_its_timer();
             let ticked = due.ask(&worker(), Command::Tick);
             writeln!(table, "    tick in time: {}", outcome(&due, ticked)).unwrap();
+        }
+        if story.allocation.deadline().is_some() {
+            let late = story.at_its_deadline();
+            let ticked = late.ask(&worker(), Command::Tick);
+            writeln!(table, "    tick at the deadline: {}", outcome(&late, ticked)).unwrap();
         }
     }
     insta::assert_snapshot!(table);
@@ -352,14 +364,14 @@ fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
 
 #[test]
 fn provisioning_that_takes_too_long_is_a_failure() {
-    let late = allocation().reserved().at_its_timer().ticked().expect("releasing");
+    let late = allocation().reserved().at_its_deadline().ticked().expect("releasing");
     assert_eq!(late.failure_code(), Some("provisioning_timeout"));
     assert_eq!(late.now - start(), TimeDelta::seconds(600));
 }
 
 #[test]
 fn a_tenant_that_is_ready_after_the_deadline_passed_is_not_made_active() {
-    allocation().reserved().at_its_timer().ticked().provisioned().expect("releasing").unmoved();
+    allocation().reserved().at_its_deadline().ticked().provisioned().expect("releasing").unmoved();
 }
 
 #[test]
@@ -411,7 +423,7 @@ fn released_comes_only_with_the_proof_of_its_own_node() {
     let releasing = allocation().active().released_by_ann();
     let stays = releasing.clone().told(Command::Cleaned { node_id: ELSEWHERE, attempt: 1 });
     stays.unmoved().expect("releasing");
-    let late = releasing.at_its_timer().ticked().expect("release_failed");
+    let late = releasing.at_its_deadline().ticked().expect("release_failed");
     late.told(Command::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
 }
 
@@ -432,9 +444,10 @@ fn a_failed_clean_up_is_tried_again_after_a_pause_that_doubles_up_to_its_cap() {
 fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
     let stuck = allocation().active().released_by_ann().exhausted().expect("release_failed");
     let stuck = stuck.says(&["provisioning.release_failed", "provisioning.release_exhausted"]);
-    assert_eq!(stuck.allocation.timer(), None);
     assert!(stuck.allocation.deadline().unwrap().reason.contains("retry-release or force-release"));
-    stuck.clone().after(TimeDelta::days(9)).ticked().unmoved();
+    // Nothing but a person moves it on; the fence is told again, in case it was not heard.
+    let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().says(&["provisioning.release_exhausted"]);
+    assert_eq!(days_later.allocation.phase, stuck.allocation.phase);
 
     let retried = stuck.clone().by(&admin(), Command::RetryRelease { reason: "repaired".into() }).expect("releasing");
     assert_eq!(retried.allocation.attempt(), 2);
@@ -446,7 +459,7 @@ fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
 
 #[test]
 fn a_clean_up_that_takes_too_long_has_failed() {
-    let late = allocation().active().released_by_ann().at_its_timer().ticked().expect("release_failed");
+    let late = allocation().active().released_by_ann().at_its_deadline().ticked().expect("release_failed");
     let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else {
         panic!("{late:?}", late = late.allocation)
     };
@@ -471,6 +484,33 @@ fn a_tick_before_its_time_asks_again_for_what_may_have_been_lost() {
     allocation().reserved().ticked().says(&["provisioning.started"]);
     allocation().active().released_by_ann().ticked().says(&["provisioning.release_requested"]);
     allocation().active().ticked().unmoved();
+}
+
+#[test]
+fn what_is_not_answered_is_said_again_long_before_the_deadline_and_ever_more_seldom() {
+    let mut story = allocation().reserved();
+    let begin = story.now;
+    let mut said = Vec::new();
+    while story.allocation.state() == "provisioning" {
+        story = story.at_its_timer().ticked();
+        said.push((story.now - begin).num_seconds());
+    }
+    assert_eq!(said, [10, 20, 40, 80, 160, 320, 600]);
+    story.expect("releasing");
+}
+
+#[test]
+fn a_tenant_that_still_counts_it_after_its_end_is_told_again() {
+    allocation().active().told(Command::StillCounted).unmoved();
+    allocation().released_by_ann().told(Command::StillCounted).says(&["provisioning.released"]);
+}
+
+#[test]
+fn a_node_that_was_not_told_of_the_force_is_told_again() {
+    let forced = allocation().active().released_by_ann().exhausted();
+    let forced = forced.by(&admin(), Command::ForceRelease { reason: "burnt".into() });
+    let asked = forced.told(Command::Reserved { node_id: NODE, placed: placed() });
+    asked.expect("released").says(&["provisioning.release_forced"]);
 }
 
 #[test]

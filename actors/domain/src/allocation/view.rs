@@ -1,6 +1,7 @@
 //! What of an allocation's past its user can read.
 
-use super::{Allocation, Phase};
+use super::{AfterFailure, Allocation, Phase};
+use crate::again::Again;
 use crate::machine::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +36,23 @@ impl Allocation {
         if next.history.len() > KEPT {
             next.history.remove(1);
         }
+        next.again = phase.waits_to_hear().then(|| Again::first(at));
         next.phase = phase;
         next
+    }
+}
+
+impl Phase {
+    /// Whether somebody was asked for something and has not answered.
+    const fn waits_to_hear(&self) -> bool {
+        match self {
+            Self::Requested { .. }
+            | Self::Provisioning { .. }
+            | Self::Releasing { .. }
+            | Self::ReleaseFailed { next: AfterFailure::Operator(_), .. } => true,
+            Self::Active { .. }
+            | Self::ReleaseFailed { next: AfterFailure::RetryAt(_), .. }
+            | Self::Released { .. } => false,
+        }
     }
 }

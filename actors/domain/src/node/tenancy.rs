@@ -1,6 +1,7 @@
 //! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
 
 use super::{Life, Node, Rejection, Reply};
+use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
@@ -13,6 +14,24 @@ pub struct Hold {
     pub placed: Placed,
     pub keys: Vec<AuthorizedKey>,
     pub phase: HoldPhase,
+    /// When the node asks again whether the allocation wants it.
+    #[serde(default)]
+    pub again: Option<Again>,
+}
+
+impl Hold {
+    /// Nobody is asked about an abandoned tenant: its clean-up stays offered to the agent.
+    const fn asks_again(&self) -> Option<Again> {
+        match self.phase {
+            HoldPhase::Abandoned { .. } => None,
+            HoldPhase::Reserved
+            | HoldPhase::Provisioning { .. }
+            | HoldPhase::Ready
+            | HoldPhase::SetupFailed { .. }
+            | HoldPhase::Releasing { .. }
+            | HoldPhase::ReleaseFailed { .. } => self.again,
+        }
+    }
 }
 
 /// How far the node is with a tenant.
@@ -90,6 +109,7 @@ impl Node {
         allocation_id: AllocationId,
         gpu_count: u32,
         keys: Vec<AuthorizedKey>,
+        ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         if let Some(hold) = self.holds.get(&allocation_id) {
             return Ok(self.again(allocation_id, hold));
@@ -109,7 +129,8 @@ impl Node {
             region_code: self.registration.region_code.clone(),
         };
         let mut next = self.clone();
-        next.holds.insert(allocation_id, Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved });
+        let again = Some(Again::first(ctx.now));
+        next.holds.insert(allocation_id, Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again });
         debug_assert!(crate::invariant::each_gpu_is_held_once(&next));
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
         let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
@@ -234,8 +255,14 @@ impl Node {
             HoldPhase::Releasing { work } if work.attempt >= attempt => {
                 return Step::stay(Reply::Done).effect(Effect::WakeNode(self.id));
             }
-            // An order that was overtaken: the attempt has failed already, and the next one is the allocation's to ask.
-            HoldPhase::ReleaseFailed { work } if work.attempt >= attempt => return Step::stay(Reply::Done),
+            // An order that was overtaken by the failure of a later attempt.
+            HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return Step::stay(Reply::Done),
+            // The attempt has failed already, and the allocation has not heard of it.
+            HoldPhase::ReleaseFailed { work } if work.attempt == attempt => {
+                let reason = "clean_up_failed".to_owned();
+                return Step::to(self.clone(), Reply::Done, "asked again for a clean-up that has failed")
+                    .event(Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason });
+            }
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => work.task_id,
             HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
                 TaskId(ctx.new_id(0))
@@ -269,6 +296,11 @@ impl Node {
     }
 
     pub(super) fn fence(&self, allocation_id: AllocationId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
+        if !self.holds.contains_key(&allocation_id) {
+            // The proof came after all, and the allocation has not heard of it.
+            return Step::to(self.clone(), Reply::Done, "nothing is held for the allocation")
+                .event(Event::TenantGone { node_id: self.id, allocation_id, attempt });
+        }
         match self.failed_at(allocation_id, attempt, ctx) {
             Some(phase) if self.fenced_by.contains(&allocation_id) && self.is_in(allocation_id, &phase) => {
                 Step::stay(Reply::Done)
@@ -487,6 +519,31 @@ impl Node {
         let retired = next.retire_if_drained(ctx);
         let step = Step::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
         retired.into_iter().fold(step, Step::event)
+    }
+
+    /// When it asks next whether one of its tenants is still wanted.
+    pub(super) fn asks_again_at(&self) -> Option<Timestamp> {
+        self.holds.values().filter_map(Hold::asks_again).map(|again| again.at).min()
+    }
+
+    /// Whatever was said between a node and an allocation may have been lost. So the node says now and then whom it holds devices for;
+    /// the allocation says if it does not want them.
+    pub(super) fn ask_again(&self, step: Step<Self>, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+        let mut asked = Vec::new();
+        for (allocation_id, hold) in &mut next.holds {
+            if let Some(again) = hold.asks_again().filter(|again| again.is_due(ctx.now)) {
+                hold.again = Some(again.next(ctx.now));
+                let (allocation_id, placed) = (*allocation_id, hold.placed.clone());
+                asked.push(Event::DevicesReserved { node_id: self.id, allocation_id, placed });
+            }
+        }
+        if asked.is_empty() {
+            return step;
+        }
+        let why =
+            if step.next.is_some() { step.why.clone() } else { "asking whether its tenants are wanted".to_owned() };
+        asked.into_iter().fold(Step { next: Some(next), why, ..step }, Step::event)
     }
 
     fn is_in(&self, allocation_id: AllocationId, phase: &HoldPhase) -> bool {

@@ -6,6 +6,7 @@ mod life;
 mod tenants;
 
 use super::*;
+use crate::again;
 use crate::authz::{Caller, Principal, Role};
 use crate::invariant;
 use crate::machine::Effect;
@@ -33,6 +34,7 @@ fn admin() -> Principal {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     })
 }
 
@@ -233,8 +235,9 @@ impl Story {
         self.agent(heartbeat(HealthStatus::Ok, inventory(GPUS)))
     }
 
-    fn offline(self) -> Self {
-        self.at_its_timer().ticked()
+    fn offline(mut self) -> Self {
+        self.now = self.node.seen.as_ref().unwrap().silent_at;
+        self.ticked()
     }
 
     fn quarantined(self) -> Self {
@@ -506,9 +509,14 @@ fn every_command_in_every_state_does_what_was_reviewed() {
             writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), state)).unwrap();
         }
         if story.node.timer().is_some() {
-            let due = story.at_its_timer();
+            let due = story.clone().at_its_timer();
             let ticked = due.ask(&worker(), Command::Tick);
             writeln!(table, "    tick in time: {}", outcome(&due.node, ticked, state)).unwrap();
+        }
+        if let Some(seen) = &story.node.seen {
+            let later = Story { now: seen.silent_at, ..story.clone() };
+            let ticked = later.ask(&worker(), Command::Tick);
+            writeln!(table, "    tick when it was silent: {}", outcome(&later.node, ticked, state)).unwrap();
         }
     }
     insta::assert_snapshot!(table);
@@ -522,6 +530,8 @@ fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
         for (said, by, command) in hold_commands(&story) {
             writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
         }
+        let later = story.after(again::FIRST);
+        writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::Tick), held)).unwrap();
     }
     insta::assert_snapshot!(table);
 }

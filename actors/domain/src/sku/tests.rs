@@ -33,6 +33,7 @@ fn person(name: &str, roles: &[PlatformRole]) -> Principal {
         project_id: None,
         plan: None,
         grant: Some(grant(roles)),
+        service_account: None,
     })
 }
 

@@ -77,7 +77,7 @@ impl World {
 
     /// True the first time, or whenever nothing counts.
     fn first(&mut self, message: &Message, entity: Uuid, command: &'static str) -> bool {
-        self.delivery == Delivery::Again || !self.applied.contains(&(message.id, entity, command))
+        self.delivery != Delivery::Once || !self.applied.contains(&(message.id, entity, command))
     }
 
     fn react(&mut self, message: &Message) -> Done {

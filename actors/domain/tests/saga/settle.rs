@@ -3,6 +3,7 @@
 
 use crate::world::{World, admin};
 use chrono::TimeDelta;
+use domain::again;
 use domain::allocation::{self, AfterFailure, Phase};
 use domain::machine::Machine;
 use domain::node::{self, Life};
@@ -12,6 +13,13 @@ use domain::{AllocationId, NodeId};
 const ROUNDS: usize = 400;
 
 impl World {
+    /// The same, where the first event of that subject never arrives.
+    pub(crate) fn settle_losing(&mut self, subject: &'static str) {
+        self.to_be_lost = Some(subject);
+        self.settle();
+        assert_eq!(self.to_be_lost, None, "nothing of that subject was said");
+    }
+
     pub(crate) fn settle(&mut self) {
         self.find_all();
         self.come_to_rest("every allocation is had, or is over", |world| {
@@ -25,10 +33,8 @@ impl World {
         self.come_to_rest("everything is given back", |world| {
             world.allocations.values().all(|it| matches!(it.phase, Phase::Released { .. }))
                 && world.nodes.values().all(|node| node.holds.is_empty())
+                && world.tenants.values().all(|tenant| tenant.live.is_empty())
         });
-        for tenant in self.tenants.values() {
-            assert!(tenant.live.is_empty(), "{} still counts {:?}", tenant.user_id, tenant.live);
-        }
         for (id, agent) in &self.agents {
             assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "somebody is left on {id}");
         }
@@ -37,20 +43,44 @@ impl World {
 
     fn come_to_rest(&mut self, what: &str, rested: impl Fn(&Self) -> bool) {
         for _ in 0..ROUNDS {
-            self.deliver_all();
+            self.deliver_but_what_is_lost();
             let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
             nodes.into_iter().for_each(|id| self.healthy(id));
             self.operators_do_their_part();
             self.check();
+            self.deliver_but_what_is_lost();
             let idle = self.agents.values().all(|agent| agent.is_idle());
             if self.bus_is_empty() && idle && rested(self) {
                 return;
             }
-            let next = self.allocations.values().filter_map(Machine::timer).min();
-            let wait = next.map_or(TimeDelta::zero(), |at| at - self.now);
-            self.pass(wait.clamp(TimeDelta::seconds(1), TimeDelta::seconds(30)));
+            self.pass(self.until_something_happens());
         }
         panic!("never came to this: {what}\n{}", self.picture());
+    }
+
+    fn deliver_but_what_is_lost(&mut self) {
+        while !self.bus_is_empty() {
+            match self.to_be_lost {
+                None => self.deliver(0, false),
+                Some(subject) => {
+                    if self.lose_a(subject) {
+                        self.to_be_lost = None;
+                    } else {
+                        self.deliver(0, false);
+                    }
+                }
+            }
+        }
+    }
+
+    /// While sagas are under way time goes in small steps. What remains then is asked for once an hour at least.
+    fn until_something_happens(&self) -> TimeDelta {
+        let under_way = self.allocations.values().filter_map(Machine::timer).min();
+        let (next, longest) = match under_way {
+            Some(at) => (Some(at), TimeDelta::seconds(30)),
+            None => (self.next_timer(), again::LONGEST),
+        };
+        next.map_or(TimeDelta::zero(), |at| at - self.now).clamp(TimeDelta::seconds(1), longest)
     }
 
     /// A failed release that waits for a person gets its person.

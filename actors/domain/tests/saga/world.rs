@@ -27,6 +27,8 @@ const MOST_LIVE: usize = 14;
 pub(crate) enum Delivery {
     Once,
     Again,
+    /// As `Again`, and what somebody holds back never arrives.
+    Lossy,
 }
 
 pub(crate) struct World {
@@ -40,6 +42,10 @@ pub(crate) struct World {
     pub(crate) bus: Vec<Message>,
     /// Messages that somebody holds back, for however long.
     stranded: Vec<Message>,
+    /// Messages that will never arrive.
+    lost: Vec<Message>,
+    /// The next event of this subject is lost.
+    pub(crate) to_be_lost: Option<&'static str>,
     /// Which events' commands were applied, and to whom.
     pub(crate) applied: BTreeSet<(u64, Uuid, &'static str)>,
     /// How many enrollments each token bought.
@@ -60,6 +66,7 @@ fn person(user_id: &str, role: Role) -> Principal {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     })
 }
 
@@ -84,6 +91,8 @@ impl World {
             agents: BTreeMap::new(),
             bus: Vec::new(),
             stranded: Vec::new(),
+            lost: Vec::new(),
+            to_be_lost: None,
             applied: BTreeSet::new(),
             bought: BTreeMap::new(),
             counter: 0,
@@ -210,7 +219,10 @@ impl World {
             Move::Strand { which } => {
                 if !self.bus.is_empty() {
                     let message = self.bus.remove(usize::from(which) % self.bus.len());
-                    self.stranded.push(message);
+                    match self.delivery {
+                        Delivery::Once | Delivery::Again => self.stranded.push(message),
+                        Delivery::Lossy => self.lost.push(message),
+                    }
                 }
             }
             Move::Find { which } => {
@@ -341,13 +353,19 @@ impl World {
         let due = |timer: Option<Timestamp>| timer.is_some_and(|at| at <= self.now);
         let nodes: Vec<_> = self.nodes.values().filter(|it| due(it.timer())).map(|it| it.id).collect();
         let allocations: Vec<_> = self.allocations.values().filter(|it| due(it.timer())).map(|it| it.id).collect();
+        let due_tenants = self.tenants.values().filter(|it| due(it.timer())).map(|it| it.user_id.clone());
+        let tenants: Vec<_> = due_tenants.collect();
+        for user_id in tenants {
+            self.tell_tenant(&user_id, tenant::Command::Tick).unwrap();
+        }
         nodes.into_iter().for_each(|id| self.tick_node(id));
         allocations.into_iter().for_each(|id| self.tick_allocation(id));
     }
 
-    fn next_timer(&self) -> Option<Timestamp> {
+    pub(crate) fn next_timer(&self) -> Option<Timestamp> {
         let nodes = self.nodes.values().filter_map(Machine::timer);
-        nodes.chain(self.allocations.values().filter_map(Machine::timer)).min()
+        let tenants = self.tenants.values().filter_map(Machine::timer);
+        nodes.chain(tenants).chain(self.allocations.values().filter_map(Machine::timer)).min()
     }
 
     fn tick_node(&mut self, id: NodeId) {
@@ -532,11 +550,18 @@ impl World {
             let open = it.place().is_some_and(|(node_id, _)| self.nodes[&node_id].gpus_free() > 0);
             let id = it.id.to_string();
             let unheard = || {
-                let on_their_way = self.bus.iter().chain(&self.stranded);
+                let on_their_way = self.bus.iter().chain(&self.stranded).chain(&self.lost);
                 on_their_way.into_iter().any(|message| format!("{:?}", message.event).contains(&id))
             };
             assert!(!open || unheard(), "a failed release on an open node\n{}", self.picture());
         }
+    }
+
+    /// The oldest message of that subject is gone, if there is one.
+    pub(crate) fn lose_a(&mut self, subject: &str) -> bool {
+        let found = self.bus.iter().position(|message| message.event.subject() == subject);
+        self.lost.extend(found.map(|which| self.bus.remove(which)));
+        found.is_some()
     }
 
     /// What was held back is let go.

@@ -105,6 +105,7 @@ fn of_an_allocation() {
         Command::ProvisionFailed { node_id: NODE, reason: text() },
         Command::Cleaned { node_id: NODE, attempt: 3 },
         Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text() },
+        Command::StillCounted,
         Command::Tick,
     ];
     let rejections = [
@@ -260,6 +261,7 @@ fn of_a_node() {
         placed: placed(),
         keys: request().ssh_keys,
         phase: node::HoldPhase::Releasing { work: work.clone() },
+        again: None,
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
@@ -345,6 +347,12 @@ fn of_a_tenant() {
         Command::MakeDefault { key: ssh_key },
         Command::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes },
         Command::Forget { allocation_id: TENANT },
+        Command::ExpectAccount {
+            user_id: "ann".into(),
+            account: domain::ServiceAccountId(ALLOCATION),
+            there: [domain::ServiceAccountId(Uuid::nil())].into(),
+            scopes: AskedScopes { org_id: Some(text()), project_id: None, plan: None },
+        },
         Command::Tick,
     ];
     let rejections = [
@@ -352,6 +360,7 @@ fn of_a_tenant() {
         Rejection::KeyExists { existing: ssh_key },
         Rejection::TooManyKeys,
         Rejection::OverQuota { limit: 50 },
+        Rejection::TooManyServiceAccounts { limit: 20 },
     ];
     survives::<Tenant>(commands, [reply, Reply::Done], rejections);
 }
@@ -381,4 +390,36 @@ fn of_whoever_asks() {
     let bytes = serde_json::to_vec(&asked).unwrap();
     let back: Asked = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(format!("{back:?}"), format!("{asked:?}"));
+}
+
+#[test]
+fn of_a_service_account() {
+    use domain::service_account::{Command, Rejection, Reply, ServiceAccount};
+    let create = Command::Create { name: "ci".into(), roles: [Role::User, Role::Admin].into() };
+    let root = user("root", &[Role::Admin]);
+    let (_, reply) = decided::<ServiceAccount>(None, create.clone(), &root, ALLOCATION);
+    let key = domain::ServiceAccountKeyId(ALLOCATION);
+    let commands =
+        vec![create, Command::AddKey { sha256: [7; 32] }, Command::RevokeKey { key }, Command::Delete, Command::Tick];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::KeyNotFound,
+        Rejection::Exists,
+        Rejection::RolesNotHeld,
+        Rejection::TooManyKeys { limit: 5 },
+    ];
+    survives::<ServiceAccount>(commands, [reply, Reply::Key { id: key, created_at: at() }, Reply::Done], rejections);
+}
+
+#[test]
+fn of_a_service_account_that_asks() {
+    let Principal::Caller(owner) = ann() else { panic!("ann is a person") };
+    let service_account = Some(domain::ServiceAccountId(ALLOCATION));
+    let permit =
+        authorize(&Principal::Caller(domain::authz::Caller { service_account, ..owner }), Action::Rent).unwrap();
+    let bytes = serde_json::to_vec(&Asked::new(&permit, "c", at())).unwrap();
+    let back: Asked = serde_json::from_slice(&bytes).unwrap();
+    assert_eq!(back.by.to_string(), format!("service-account:{ALLOCATION}"));
+    // It is still none where it comes from: its rights did not grow on the way.
+    assert!(authorize(&back.by, Action::KeepServiceAccounts).is_err());
 }

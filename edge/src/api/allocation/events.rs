@@ -21,6 +21,7 @@ use uuid::Uuid;
 use super::{last_event_id, visible};
 use crate::api::asking::ByUser;
 use crate::api::stored::Changes;
+use crate::auth::Acting;
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
@@ -60,7 +61,7 @@ pub(in crate::api) struct Transition {
 /// The allocation's transitions as server-sent events.
 ///
 /// Those of the past come first, each named `transition`. The stream goes on after `Last-Event-ID`. It ends after `released`, and
-/// when the access token ends.
+/// when the access token ends or is revoked.
 #[utoipa::path(
     get,
     path = "/",
@@ -86,8 +87,9 @@ pub(in crate::api) async fn events(
     let after = last_event_id(&headers)?;
     let place = places.try_acquire_owned().map_err(|_| ApiError::overloaded().because("too many event streams"))?;
     let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
-    let telling =
-        Telling { services, id, after, end: Instant::now() + left, ready: VecDeque::new(), over: false, _place: place };
+    let end = Instant::now() + left;
+    let acting = asking.acting;
+    let telling = Telling { services, id, after, end, acting, ready: VecDeque::new(), over: false, _place: place };
     let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
     Ok(Sse::new(futures::stream::unfold(telling, Telling::next)).keep_alive(keep_alive))
 }
@@ -98,6 +100,8 @@ struct Telling {
     /// The version that was told last.
     after: i64,
     end: Instant,
+    /// Looked at again before anything is told: the key may have been revoked since.
+    acting: Option<Acting>,
     ready: VecDeque<HistoryRow>,
     over: bool,
     _place: OwnedSemaphorePermit,
@@ -120,12 +124,22 @@ impl Telling {
             // Where the history cannot be read now, the client comes again with the last id.
             self.ready =
                 self.unseen().await.inspect_err(|error| tracing::warn!(%error, "an event stream ends")).ok()?;
+            if !self.ready.is_empty() && !self.may_hear().await {
+                return None;
+            }
             if self.ready.is_empty() {
                 tokio::select! {
                     () = change.wait(self.end) => {}
                     () = services.stopping.cancelled() => return None,
                 }
             }
+        }
+    }
+
+    async fn may_hear(&self) -> bool {
+        match self.acting {
+            Some(acting) => self.services.authenticator.still_acts(acting).await.unwrap_or(false),
+            None => true,
         }
     }
 

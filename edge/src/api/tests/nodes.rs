@@ -113,6 +113,7 @@ fn world_admin() -> domain::authz::Caller {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     }
 }
 

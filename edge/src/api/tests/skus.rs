@@ -210,6 +210,7 @@ async fn what_was_asked_in_a_role_is_not_committed_after_its_revocation() {
         project_id: None,
         plan: None,
         grant: Some(grant),
+        service_account: None,
     });
     let late = |version| {
         let seen = Seen { version, in_use: InUse::default(), first: None };

@@ -1,7 +1,9 @@
 //! The API, who calls it, and a saga that a test plays.
 
 use crate::api;
+use crate::auth::internal::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
+use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
@@ -59,6 +61,9 @@ pub(super) enum Placing {
     NoCapacity,
     OverQuota,
 }
+
+/// What opens the forced refresh of the provider's keys.
+pub(super) const REFRESH_TOKEN: &str = "refresh-refresh-refresh-refresh-refresh";
 
 pub(super) struct World {
     pub(super) services: Services,
@@ -200,13 +205,17 @@ impl World {
         }
         let identities = Provider::start().await;
         let directory = Directory::new(host, Arc::new(Alone));
+        let service_tokens =
+            ServiceTokens::new("https://api.gpu.example", SigningKey::from_bytes(&[8; 32]), reads.clone());
+        let authenticator = identities.authenticator().issuing(service_tokens);
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
             directory,
             reads,
             world: Arc::clone(&clock) as Arc<dyn Clock>,
-            authenticator: Arc::new(identities.authenticator()),
+            authenticator: Arc::new(authenticator),
+            jwks_refresh_token: InternalToken::new(REFRESH_TOKEN),
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
             connections: Connections::default(),
@@ -554,6 +563,8 @@ impl Runtime for Reported {
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
         async { Err(RuntimeError("there is no cluster in this test".into())) }.boxed()
     }
+
+    fn provider_keys_changed(&self) {}
 
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         let checks = [("postgres".to_owned(), "ok".to_owned())].into();

@@ -70,7 +70,7 @@ fn node() -> Node {
         user_name: "gpu-2".into(),
         region_code: String::new(),
     };
-    node.holds.insert(ALLOCATION, Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work } });
+    node.holds.insert(ALLOCATION, Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work }, again: None });
     node
 }
 

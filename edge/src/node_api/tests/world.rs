@@ -166,6 +166,7 @@ impl World {
             world: Arc::clone(&clock) as Arc<dyn Clock>,
             runtime: Arc::new(NoRuntime),
             authenticator: Arc::new(authenticator),
+            jwks_refresh_token: None,
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
             connections: connections.clone(),
@@ -407,6 +408,7 @@ pub(super) fn admin() -> Principal {
         project_id: None,
         plan: None,
         grant: None,
+        service_account: None,
     })
 }
 
@@ -499,6 +501,8 @@ impl Runtime for NoRuntime {
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
         async { none() }.boxed()
     }
+    fn provider_keys_changed(&self) {}
+
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         async { Readiness { ready: true, checks: BTreeMap::new() } }.boxed()
     }

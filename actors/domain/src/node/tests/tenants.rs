@@ -86,7 +86,9 @@ fn an_order_that_was_overtaken_by_its_own_failure_does_not_open_the_node() {
     let ready = node().active().ready();
     let failed = ready.told(Command::Fence { allocation_id: TENANT, attempt: 1 });
     assert_eq!(held(&failed.node), "release_failed 1, fenced");
-    let late = failed.cleaning(1).unmoved();
+    // It is not begun anew; the allocation is told of the failure, should it not know.
+    let late = failed.cleaning(1).says(&["node.tenant_remains"]);
+    assert_eq!(held(&late.node), "release_failed 1, fenced");
     assert_eq!(late.node.gpus_free(), 0);
     late.cleaning(2).reports(PROVED).says(&["node.tenant_gone"]);
 }

@@ -1,0 +1,245 @@
+//! A service account: a program that acts for a user, its owner (specification, *Authentication* 8; decisions 7).
+//!
+//! It is known by keys, of which several are valid at once, so that they can be exchanged without a gap. What it may do is fixed when it
+//! is made: roles that its maker had, in the organisation, project and plan that the maker had. A deleted one stays as its own tombstone.
+
+use crate::authz::{Action, Caller, Principal, Role};
+use crate::id::{EntityRef, Kind, ServiceAccountId, ServiceAccountKeyId};
+use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::policy::{self, Scopes};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServiceAccount {
+    pub id: ServiceAccountId,
+    pub name: String,
+    pub owner: Owner,
+    pub roles: BTreeSet<Role>,
+    /// Those that are valid. A revoked one is gone; the audit log knows it.
+    pub keys: BTreeMap<ServiceAccountKeyId, AccountKey>,
+    pub created_by: String,
+    pub created_at: Timestamp,
+    pub deleted_at: Option<Timestamp>,
+}
+
+/// For whom it acts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    pub user_id: String,
+    pub org_id: Option<String>,
+    pub project_id: Option<String>,
+    pub plan: Option<String>,
+}
+
+/// What is kept of a key: enough to recognise it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AccountKey {
+    pub sha256: [u8; 32],
+    pub created_by: String,
+    pub created_at: Timestamp,
+}
+
+/// Whoever can write a hash into the database has made a key: not even that belongs in a log.
+impl std::fmt::Debug for AccountKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AccountKey").field("created_at", &self.created_at).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// For whoever asks, with some of the roles that they have.
+    Create {
+        name: String,
+        roles: BTreeSet<Role>,
+    },
+    AddKey {
+        sha256: [u8; 32],
+    },
+    RevokeKey {
+        key: ServiceAccountKeyId,
+    },
+    Delete,
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Create { .. } => "create",
+            Self::AddKey { .. } => "add_key",
+            Self::RevokeKey { .. } => "revoke_key",
+            Self::Delete => "delete",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. } | Self::AddKey { .. } | Self::RevokeKey { .. } | Self::Delete => {
+                Action::KeepServiceAccounts
+            }
+            Self::Tick => Action::Advance,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Account { account: Box<ServiceAccount> },
+    Key { id: ServiceAccountKeyId, created_at: Timestamp },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    /// Also where it is somebody else's, who is not to know of it.
+    #[error("there is no such service account")]
+    NotFound,
+    #[error("there is no such key")]
+    KeyNotFound,
+    #[error("the service account exists already")]
+    Exists,
+    #[error("whoever makes a service account has the roles that it gets")]
+    RolesNotHeld,
+    #[error("{limit} keys are valid, which is the most; revoke one first")]
+    TooManyKeys { limit: i64 },
+}
+
+impl Machine for ServiceAccount {
+    const KIND: Kind = Kind::ServiceAccount;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Some(account) = state else {
+            return match command {
+                Command::Create { name, roles } => Self::create(name, roles, ctx),
+                Command::AddKey { .. } | Command::RevokeKey { .. } | Command::Delete => Err(Rejection::NotFound),
+                Command::Tick => Ok(Step::stay(Reply::Done)),
+            };
+        };
+        match command {
+            Command::Create { .. } => Err(Rejection::Exists),
+            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::AddKey { .. } | Command::RevokeKey { .. } | Command::Delete if !account.is_for(ctx.by) => {
+                Err(Rejection::NotFound)
+            }
+            Command::AddKey { sha256 } => account.add_key(sha256, ctx),
+            Command::RevokeKey { key } => account.revoke_key(key, ctx),
+            Command::Delete => Ok(account.delete(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        if self.is_active() { "active" } else { "deleted" }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn keys(&self) -> Keys {
+        Keys { owner: Some(self.owner.user_id.clone()), ..Keys::default() }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl ServiceAccount {
+    #[must_use]
+    pub const fn is_active(&self) -> bool {
+        self.deleted_at.is_none()
+    }
+
+    /// True where `who` may see and change it: its owner or an administrator, as long as it is there.
+    #[must_use]
+    pub fn is_for(&self, who: &Principal) -> bool {
+        self.is_active() && (who.is_user(&self.owner.user_id) || who.is_admin())
+    }
+
+    /// The scopes in which its policy values are resolved: its owner's.
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        let Owner { user_id, org_id, project_id, plan } = self.owner.clone();
+        Scopes { user_id: Some(user_id), project_id, org_id, plan }
+    }
+
+    fn create(name: String, roles: BTreeSet<Role>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Principal::Caller(maker) = ctx.by else { return Err(Rejection::RolesNotHeld) };
+        if roles.is_empty() || !roles.iter().all(|role| holds(maker, *role)) {
+            return Err(Rejection::RolesNotHeld);
+        }
+        let account = Self {
+            id: ServiceAccountId(ctx.id),
+            name,
+            owner: Owner {
+                user_id: maker.user_id.clone(),
+                org_id: maker.org_id.clone(),
+                project_id: maker.project_id.clone(),
+                plan: maker.plan.clone(),
+            },
+            roles,
+            keys: BTreeMap::new(),
+            created_by: ctx.by.to_string(),
+            created_at: ctx.now,
+            deleted_at: None,
+        };
+        let audit = account.audit("service_accounts.create", &json!({ "name": account.name, "roles": account.roles }));
+        let reply = Reply::Account { account: Box::new(account.clone()) };
+        Ok(Step::to(account, reply, "created by its owner").audit(audit))
+    }
+
+    fn add_key(&self, sha256: [u8; 32], ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let limit = ctx.policy.int(policy::Key::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
+        if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
+            return Err(Rejection::TooManyKeys { limit });
+        }
+        let id = ServiceAccountKeyId(ctx.new_id(0));
+        let mut next = self.clone();
+        next.keys.insert(id, AccountKey { sha256, created_by: ctx.by.to_string(), created_at: ctx.now });
+        let audit = self.audit("service_accounts.add_key", &json!({ "key_id": id }));
+        Ok(Step::to(next, Reply::Key { id, created_at: ctx.now }, format!("key {id} was added")).audit(audit))
+    }
+
+    fn revoke_key(&self, id: ServiceAccountKeyId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let mut next = self.clone();
+        let key = next.keys.remove(&id).ok_or(Rejection::KeyNotFound)?;
+        let age = (ctx.now - key.created_at).num_seconds();
+        let audit = self.audit("service_accounts.revoke_key", &json!({ "key_id": id, "age_seconds": age }));
+        Ok(Step::to(next, Reply::Done, format!("key {id} was revoked")).audit(audit))
+    }
+
+    fn delete(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        let revoked: Vec<_> = std::mem::take(&mut next.keys).into_keys().collect();
+        next.deleted_at = Some(ctx.now);
+        let audit = self.audit("service_accounts.delete", &json!({ "name": self.name, "revoked_key_ids": revoked }));
+        Step::to(next, Reply::Done, "deleted").audit(audit)
+    }
+
+    fn audit(&self, action: &'static str, more: &Value) -> Audit {
+        let mut metadata = json!({ "owner_user_id": self.owner.user_id });
+        if let (Some(metadata), Some(more)) = (metadata.as_object_mut(), more.as_object()) {
+            metadata.extend(more.clone());
+        }
+        Audit::new(action, EntityRef { kind: Kind::ServiceAccount, id: self.id.0 }, metadata)
+    }
+}
+
+/// An administrator can do whatever a user can.
+fn holds(maker: &Caller, role: Role) -> bool {
+    maker.roles.contains(&role) || (role == Role::User && maker.roles.contains(&Role::Admin))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

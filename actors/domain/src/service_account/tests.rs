@@ -1,0 +1,179 @@
+use super::*;
+use crate::authz::authorize;
+use crate::machine::Command as _;
+use crate::policy::PolicyBook;
+use proptest::prelude::*;
+use uuid::Uuid;
+
+fn person(user_id: &str, roles: &[Role]) -> Principal {
+    Principal::Caller(Caller {
+        user_id: user_id.into(),
+        roles: roles.iter().copied().collect(),
+        org_id: Some("acme".into()),
+        project_id: None,
+        plan: Some("gold".into()),
+        grant: None,
+        service_account: None,
+    })
+}
+
+fn decide_by(
+    by: &Principal,
+    state: Option<&ServiceAccount>,
+    command: Command,
+    seed: u128,
+) -> Result<Step<ServiceAccount>, Rejection> {
+    let policy = PolicyBook::default();
+    let ctx = Ctx {
+        now: Timestamp::UNIX_EPOCH,
+        policy: &policy,
+        by,
+        correlation_id: "c",
+        seed,
+        id: Uuid::from_u128(7),
+        version: 1,
+    };
+    ServiceAccount::decide(state, command, &ctx)
+}
+
+fn ann() -> Principal {
+    person("ann", &[Role::User])
+}
+
+fn create(roles: &[Role]) -> Command {
+    Command::Create { name: "ci".into(), roles: roles.iter().copied().collect() }
+}
+
+fn with_keys(count: u8) -> ServiceAccount {
+    let made = decide_by(&ann(), None, create(&[Role::User]), 0).unwrap().next.unwrap();
+    (0..count).fold(made, |account, n| {
+        let add = Command::AddKey { sha256: [n; 32] };
+        decide_by(&ann(), Some(&account), add, u128::from(n + 1) << 64).unwrap().next.unwrap()
+    })
+}
+
+#[test]
+fn it_acts_for_its_maker_where_its_maker_was() {
+    let account = with_keys(0);
+    assert_eq!(account.owner.user_id, "ann");
+    assert_eq!((account.owner.org_id.as_deref(), account.owner.plan.as_deref()), (Some("acme"), Some("gold")));
+    assert_eq!(account.scopes().org_id.as_deref(), Some("acme"));
+    assert_eq!(account.created_by, "user:ann");
+}
+
+#[test]
+fn nobody_gives_a_role_that_they_do_not_have() {
+    let root = person("root", &[Role::Admin]);
+    for (by, roles, admitted) in [
+        (&ann(), vec![Role::User], true),
+        (&ann(), vec![Role::Admin], false),
+        (&ann(), vec![Role::User, Role::Admin], false),
+        (&ann(), vec![], false),
+        (&root, vec![Role::Admin], true),
+        (&root, vec![Role::User], true),
+        (&Principal::system("x"), vec![Role::User], false),
+    ] {
+        assert_eq!(decide_by(by, None, create(&roles), 1).is_ok(), admitted, "{by} {roles:?}");
+    }
+}
+
+#[test]
+fn two_keys_are_valid_until_one_is_revoked() {
+    let account = with_keys(2);
+    let (old, new) = (*account.keys.keys().next().unwrap(), *account.keys.keys().nth(1).unwrap());
+    let left = decide_by(&ann(), Some(&account), Command::RevokeKey { key: old }, 1).unwrap().next.unwrap();
+    assert_eq!(left.keys.keys().copied().collect::<Vec<_>>(), [new]);
+    assert_eq!(
+        decide_by(&ann(), Some(&left), Command::RevokeKey { key: old }, 1).err(),
+        Some(Rejection::KeyNotFound),
+        "it is gone"
+    );
+}
+
+#[test]
+fn there_is_an_end_to_keys() {
+    let full = with_keys(5);
+    let add = Command::AddKey { sha256: [9; 32] };
+    assert_eq!(decide_by(&ann(), Some(&full), add, 1).err(), Some(Rejection::TooManyKeys { limit: 5 }));
+}
+
+#[test]
+fn other_people_s_accounts_do_not_exist_except_for_administrators() {
+    let account = with_keys(1);
+    let key = *account.keys.keys().next().unwrap();
+    let change = || [Command::AddKey { sha256: [9; 32] }, Command::RevokeKey { key }, Command::Delete];
+    for command in change() {
+        let denied = decide_by(&person("bob", &[Role::User]), Some(&account), command.clone(), 1);
+        assert_eq!(denied.err(), Some(Rejection::NotFound), "{command:?}");
+        decide_by(&person("root", &[Role::Admin]), Some(&account), command, 1).unwrap();
+    }
+    let gone = decide_by(&ann(), Some(&account), Command::Delete, 1).unwrap().next.unwrap();
+    assert!(gone.keys.is_empty() && gone.state() == "deleted");
+    for command in change() {
+        assert_eq!(decide_by(&ann(), Some(&gone), command, 1).err(), Some(Rejection::NotFound));
+    }
+    assert_eq!(decide_by(&ann(), Some(&gone), create(&[Role::User]), 1).err(), Some(Rejection::Exists));
+}
+
+#[test]
+fn a_service_account_changes_none() {
+    let Principal::Caller(owner) = person("ann", &[Role::User, Role::Admin]) else { unreachable!() };
+    let acting = Principal::Caller(Caller { service_account: Some(ServiceAccountId(Uuid::nil())), ..owner });
+    let key = ServiceAccountKeyId(Uuid::nil());
+    for command in
+        [create(&[Role::User]), Command::AddKey { sha256: [0; 32] }, Command::RevokeKey { key }, Command::Delete]
+    {
+        assert!(authorize(&acting, command.action()).is_err(), "{command:?}");
+    }
+}
+
+#[test]
+fn every_change_is_audited_and_no_hash_shows() {
+    let account = with_keys(1);
+    let key = *account.keys.keys().next().unwrap();
+    let mut actions = vec![decide_by(&ann(), None, create(&[Role::User]), 1).unwrap().audit.remove(0)];
+    for command in [Command::AddKey { sha256: [0xab; 32] }, Command::RevokeKey { key }, Command::Delete] {
+        let step = decide_by(&ann(), Some(&account), command, 1).unwrap();
+        assert_eq!(step.audit.len(), 1);
+        assert!(!format!("{:?} {:?}", step.audit, step.next).contains("171"), "a hash shows");
+        actions.extend(step.audit);
+    }
+    let names: Vec<_> = actions.iter().map(|audit| audit.action).collect();
+    assert_eq!(
+        names,
+        [
+            "service_accounts.create",
+            "service_accounts.add_key",
+            "service_accounts.revoke_key",
+            "service_accounts.delete"
+        ]
+    );
+    assert!(actions.iter().all(|audit| audit.metadata["owner_user_id"] == "ann"));
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_asked_a_deleted_account_has_no_keys_and_none_has_too_many(
+        moves in prop::collection::vec((0u8..4, any::<u8>()), 0..40)
+    ) {
+        let mut account = with_keys(0);
+        for (n, (kind, which)) in moves.into_iter().enumerate() {
+            let nth = account.keys.keys().nth(usize::from(which) % 6).copied();
+            let key = nth.unwrap_or(ServiceAccountKeyId(Uuid::nil()));
+            let command = match kind {
+                0 | 1 => Command::AddKey { sha256: [which; 32] },
+                2 => Command::RevokeKey { key },
+                // Rarely, or there is not much to see.
+                _ if which < 32 => Command::Delete,
+                _ => Command::Tick,
+            };
+            if let Ok(Step { next: Some(next), .. }) = decide_by(&ann(), Some(&account), command, (n as u128 + 1) << 64) {
+                let kept = serde_json::to_string(&next).unwrap();
+                prop_assert_eq!(&serde_json::from_str::<ServiceAccount>(&kept).unwrap(), &next);
+                account = next;
+            }
+            prop_assert!(account.keys.len() <= 5);
+            prop_assert!(account.is_active() || account.keys.is_empty());
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! A tenant's Linux account: made with a uid and gid that this node never used before, and removed from every file that names it.
+//!
+//! shadow's tools do the work. They copy each file to a backup (`passwd-`) before they change it, and such a copy would remember a
+//! tenant who is gone: the copies are put back as they were.
+
+use std::collections::BTreeMap;
+use std::fs::{self, FileTimes};
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+use wire::proof::{Checked, Finding, Outcome};
+
+use crate::executor::Failure;
+use crate::store::{self, StoreError};
+
+/// The files that name accounts, and what a look at them is called in the proof. Each may have a backup beside it (`passwd-`).
+const FILES: [(&str, Checked); 6] = [
+    ("passwd", Checked::PasswdEntry),
+    ("shadow", Checked::PasswdEntry),
+    ("group", Checked::GroupEntry),
+    ("gshadow", Checked::GroupEntry),
+    ("subuid", Checked::SubuidEntry),
+    ("subgid", Checked::SubuidEntry),
+];
+
+const ETC: &str = "/etc";
+
+/// A tenant's account. Its gid is its uid.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Account {
+    pub name: String,
+    pub uid: u32,
+}
+
+/// What is remembered over restarts: which uids were given, and to whom.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Ledger {
+    /// The highest uid that was ever given on this node.
+    last_uid: Option<u32>,
+    accounts: BTreeMap<Uuid, Account>,
+}
+
+/// See the module's documentation.
+pub struct Accounts {
+    uids: RangeInclusive<u32>,
+    ledger_path: PathBuf,
+    ledger: Mutex<Ledger>,
+    /// shadow's tools refuse to work beside one another.
+    tools: Mutex<()>,
+}
+
+impl Accounts {
+    /// # Errors
+    /// [`StoreError`] when the ledger cannot be read. It must not be lost: a uid that was given once could be given again.
+    pub fn open(state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, StoreError> {
+        let ledger_path = state_dir.join("accounts.json");
+        let ledger = match store::read_if_there(&ledger_path)? {
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|error| StoreError::at("understand", &ledger_path)(io::Error::other(error)))?,
+            None => Ledger::default(),
+        };
+        Ok(Self { uids, ledger_path, ledger: Mutex::new(ledger), tools: Mutex::new(()) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The account that was given to an allocation.
+    #[must_use]
+    pub fn of(&self, allocation_id: Uuid) -> Option<Account> {
+        self.lock().accounts.get(&allocation_id).cloned()
+    }
+
+    /// How many uids can still be given.
+    #[must_use]
+    pub fn uids_left(&self) -> u32 {
+        let next = self.lock().last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1));
+        (*self.uids.end()).saturating_add(1).saturating_sub(next.max(*self.uids.start()))
+    }
+
+    /// Gives the allocation an account, the same one whenever it is asked, and makes it.
+    ///
+    /// # Errors
+    /// `uids_exhausted`, `user_exists`, `node_storage`, `account_tools`.
+    pub fn make(&self, allocation_id: Uuid, name: &str, home: &Path) -> Result<Account, Failure> {
+        if let Some(uid) = entry_of(name)? {
+            // Before anything is written down: a release must never take somebody else for this tenant.
+            return self.of(allocation_id).filter(|account| account.name == name && account.uid == uid).ok_or_else(
+                || Failure::new("user_exists", format!("the node has a user {name} already, with uid {uid}")),
+            );
+        }
+        let account = self.give(allocation_id, name)?;
+        let id = account.uid.to_string();
+        if !is_named(&Path::new(ETC).join("group"), &account)? {
+            self.run("groupadd", &["--gid", &id, "--", &account.name])?;
+        }
+        let home = home.to_string_lossy();
+        let shell = if Path::new("/bin/bash").exists() { "/bin/bash" } else { "/bin/sh" };
+        let (lowest, highest) = (format!("UID_MIN={id}"), format!("UID_MAX={id}"));
+        let args = [
+            ["--uid", &id],
+            ["--gid", &id],
+            ["--home-dir", &home],
+            ["--shell", shell],
+            ["--comment", ""],
+            // Only so that it does not warn about the range, and hands out no subordinate ids.
+            ["-K", &lowest],
+            ["-K", &highest],
+            ["-K", "SUB_UID_COUNT=0"],
+            ["-K", "SUB_GID_COUNT=0"],
+        ];
+        let mut args = args.concat();
+        args.extend(["--no-user-group", "--no-create-home", "--no-log-init", "--", &account.name]);
+        self.run("useradd", &args)?;
+        Ok(account)
+    }
+
+    /// Removes the account from every file that names it. Those that still do are found by [`Accounts::look`].
+    pub fn remove(&self, account: &Account) {
+        if number_of("passwd", &account.name) == Some(account.uid) {
+            let _ = self.run("userdel", &["--", &account.name]);
+        }
+        if number_of("group", &account.name) == Some(account.uid) {
+            let _ = self.run("groupdel", &["--", &account.name]);
+        }
+        // A crash between a tool and what puts its backups back leaves them; then they are cleaned line by line.
+        let _alone = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        for backup in backups() {
+            let _ = without_lines_of(&backup, account);
+        }
+    }
+
+    /// Looks for the account in every file that could name it.
+    #[must_use]
+    pub fn look(&self, account: &Account) -> Vec<Finding> {
+        [Checked::PasswdEntry, Checked::GroupEntry, Checked::SubuidEntry]
+            .map(|what| {
+                let files = FILES.iter().filter(|(_, of)| *of == what);
+                let paths = files.flat_map(|(file, _)| [Path::new(ETC).join(file), backup_of(file)]);
+                let (mut found, mut unreadable) = (Vec::new(), None);
+                for path in paths {
+                    match is_named(&path, account) {
+                        Ok(true) => found.push(path.display().to_string()),
+                        Ok(false) => {}
+                        Err(error) => unreadable = Some(error.message),
+                    }
+                }
+                let outcome = match (found.is_empty(), &unreadable) {
+                    (false, _) => Outcome::Present,
+                    (true, Some(_)) => Outcome::Unknown,
+                    (true, None) => Outcome::Gone,
+                };
+                let detail = if found.is_empty() { unreadable } else { Some(found.join(", ")) };
+                Finding { what, looked_for: format!("{} ({})", account.name, account.uid), outcome, detail }
+            })
+            .to_vec()
+    }
+
+    /// Forgets whose the account was. Its uid stays given for ever.
+    ///
+    /// # Errors
+    /// `node_storage`.
+    pub fn forget(&self, allocation_id: Uuid) -> Result<(), Failure> {
+        let mut ledger = self.lock();
+        if ledger.accounts.remove(&allocation_id).is_some() {
+            self.write(&ledger)?;
+        }
+        Ok(())
+    }
+
+    /// Written down before the account is made: a crash in between costs a uid and gives none twice.
+    fn give(&self, allocation_id: Uuid, name: &str) -> Result<Account, Failure> {
+        let mut ledger = self.lock();
+        if let Some(account) = ledger.accounts.get(&allocation_id) {
+            return Ok(account.clone());
+        }
+        let taken = numbers_in_use()?;
+        let first = ledger.last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1)).max(*self.uids.start());
+        let uid = (first..=*self.uids.end()).find(|uid| !taken.contains(uid)).ok_or_else(|| {
+            let message = format!(
+                "every uid of {}..={} was given once; widen SVC_NODE_AGENT_UIDS, a uid is never used twice",
+                self.uids.start(),
+                self.uids.end()
+            );
+            Failure::new("uids_exhausted", message)
+        })?;
+        let account = Account { name: name.to_owned(), uid };
+        ledger.last_uid = Some(uid);
+        ledger.accounts.insert(allocation_id, account.clone());
+        self.write(&ledger)?;
+        Ok(account)
+    }
+
+    fn write(&self, ledger: &Ledger) -> Result<(), Failure> {
+        let text =
+            serde_json::to_vec_pretty(ledger).map_err(|error| Failure::new("node_storage", error.to_string()))?;
+        Ok(store::write_atomically(&self.ledger_path, &text, store::PRIVATE)?)
+    }
+
+    fn run(&self, tool: &str, args: &[&str]) -> Result<(), Failure> {
+        let _alone = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        let before: Vec<_> = backups().into_iter().map(Kept::of).collect::<io::Result<_>>().map_err(failed(tool))?;
+        let ran = Command::new(tool).args(args).output();
+        for kept in before {
+            kept.put_back().map_err(failed(tool))?;
+        }
+        let ran = ran.map_err(failed(tool))?;
+        if ran.status.success() {
+            return Ok(());
+        }
+        let said = String::from_utf8_lossy(&ran.stderr);
+        Err(Failure::new("account_tools", format!("{tool} failed ({}): {}", ran.status, said.trim())))
+    }
+}
+
+fn failed(tool: &str) -> impl FnOnce(io::Error) -> Failure {
+    let tool = tool.to_owned();
+    move |error| Failure::new("account_tools", format!("{tool} cannot be run: {error}"))
+}
+
+fn backup_of(file: &str) -> PathBuf {
+    Path::new(ETC).join(format!("{file}-"))
+}
+
+fn backups() -> Vec<PathBuf> {
+    FILES.iter().map(|(file, _)| backup_of(file)).collect()
+}
+
+/// A file as it was.
+struct Kept {
+    path: PathBuf,
+    was: Option<Was>,
+}
+
+struct Was {
+    bytes: Vec<u8>,
+    mode: u32,
+    uid: u32,
+    gid: u32,
+    modified: SystemTime,
+}
+
+impl Kept {
+    fn of(path: PathBuf) -> io::Result<Self> {
+        let was = match fs::metadata(&path) {
+            Ok(metadata) => Some(Was {
+                bytes: fs::read(&path)?,
+                mode: metadata.mode() & 0o7777,
+                uid: metadata.uid(),
+                gid: metadata.gid(),
+                modified: metadata.modified()?,
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Self { path, was })
+    }
+
+    fn put_back(self) -> io::Result<()> {
+        match self.was {
+            None => match fs::remove_file(&self.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+                Ok(()) | Err(_) => Ok(()),
+            },
+            Some(was) if fs::read(&self.path).is_ok_and(|bytes| bytes == was.bytes) => Ok(()),
+            Some(was) => was.write(&self.path),
+        }
+    }
+}
+
+impl Was {
+    fn write(&self, path: &Path) -> io::Result<()> {
+        store::write_without_sync(path, &self.bytes, self.mode).map_err(io::Error::other)?;
+        chown(path, Some(self.uid), Some(self.gid))?;
+        // After the change of owner, which takes bits away.
+        fs::set_permissions(path, fs::Permissions::from_mode(self.mode))?;
+        fs::File::options().append(true).open(path)?.set_times(FileTimes::new().set_modified(self.modified))
+    }
+}
+
+/// Whether a line is about the account: by its name; by its number where the file has one; as a member of a group.
+fn names(file: &Path, line: &str, account: &Account) -> bool {
+    let fields: Vec<&str> = line.split(':').collect();
+    let file = file.file_name().and_then(|name| name.to_str()).unwrap_or_default().trim_end_matches('-');
+    let id = account.uid.to_string();
+    let is_member = |field: &&str| field.split(',').any(|member| member == account.name);
+    fields[0] == account.name
+        || match file {
+            "passwd" => fields[1..].iter().skip(1).take(2).any(|field| *field == id),
+            "group" => fields.get(2).is_some_and(|gid| *gid == id) || fields.get(3).is_some_and(is_member),
+            "gshadow" => fields.iter().skip(2).any(is_member),
+            "subuid" | "subgid" => fields[0] == id,
+            _ => false,
+        }
+}
+
+fn is_named(path: &Path, account: &Account) -> Result<bool, Failure> {
+    let text = store::read_if_there(path)?.unwrap_or_default();
+    Ok(text.lines().any(|line| names(path, line, account)))
+}
+
+fn without_lines_of(path: &Path, account: &Account) -> io::Result<()> {
+    let kept = Kept::of(path.to_owned())?;
+    let Some(mut was) = kept.was else { return Ok(()) };
+    let text = String::from_utf8_lossy(&was.bytes).into_owned();
+    if !text.lines().any(|line| names(path, line, account)) {
+        return Ok(());
+    }
+    let lines = text.lines().filter(|line| !names(path, line, account));
+    was.bytes = lines.flat_map(|line| [line, "\n"]).collect::<String>().into_bytes();
+    was.write(path)
+}
+
+/// The uid of a user, from the machine's own file or from a directory service.
+fn entry_of(name: &str) -> Result<Option<u32>, Failure> {
+    if let Some(uid) = number_of("passwd", name) {
+        return Ok(Some(uid));
+    }
+    match nix::unistd::User::from_name(name) {
+        Ok(user) => Ok(user.map(|user| user.uid.as_raw())),
+        Err(error) => Err(Failure::new("account_tools", format!("users cannot be looked up: {error}"))),
+    }
+}
+
+/// The number beside a name in the machine's own file of users or groups.
+fn number_of(file: &str, name: &str) -> Option<u32> {
+    let text = store::read_if_there(&Path::new(ETC).join(file)).ok()??;
+    let mut entries = text.lines().map(|line| line.split(':'));
+    entries.find_map(|mut fields| (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?)
+}
+
+/// Every uid and gid that the machine's own files name.
+fn numbers_in_use() -> Result<std::collections::BTreeSet<u32>, Failure> {
+    let mut numbers = std::collections::BTreeSet::new();
+    for file in ["passwd", "group"] {
+        let text = store::read_if_there(&Path::new(ETC).join(file))?.unwrap_or_default();
+        let fields = text.lines().flat_map(|line| line.split(':').skip(2).take(2));
+        numbers.extend(fields.filter_map(|field| field.parse::<u32>().ok()));
+    }
+    Ok(numbers)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use super::*;
+
+    fn account() -> Account {
+        Account { name: "tena".into(), uid: 70_001 }
+    }
+
+    #[test]
+    fn a_line_is_the_tenant_s_by_name_by_number_and_by_membership() {
+        let names = |file: &str, line: &str| names(Path::new(file), line, &account());
+        for (file, line) in [
+            ("/etc/passwd", "tena:x:70001:70001::/home/tena:/bin/bash"),
+            ("/etc/passwd-", "other:x:70001:1::/home/other:/bin/bash"),
+            ("/etc/passwd", "other:x:1:70001::/home/other:/bin/bash"),
+            ("/etc/group", "docker:x:998:ann,tena"),
+            ("/etc/group-", "other:x:70001:"),
+            ("/etc/gshadow", "docker:!::ann,tena"),
+            ("/etc/shadow-", "tena:!:20000:0:99999:7:::"),
+            ("/etc/subuid", "tena:100000:65536"),
+            ("/etc/subgid-", "70001:100000:65536"),
+        ] {
+            assert!(names(file, line), "{file} {line}");
+        }
+        for (file, line) in [
+            ("/etc/passwd", "tenant:x:1:1::/home/tena:/bin/sh"),
+            ("/etc/group", "docker:x:998:tenant"),
+            ("/etc/shadow", "ann:!:70001:0:99999:7:::"),
+            ("/etc/subuid", "ann:70001:65536"),
+            ("/etc/passwd", ""),
+        ] {
+            assert!(!names(file, line), "{file} {line}");
+        }
+    }
+
+    #[test]
+    fn a_uid_is_given_once_whatever_becomes_of_its_allocation_and_its_agent() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || Accounts::open(folder.path(), 70_000..=70_002).unwrap();
+        let (one, two, three) = (Uuid::from_u128(1), Uuid::from_u128(2), Uuid::from_u128(3));
+        let accounts = open();
+        let first = accounts.give(one, "one").unwrap();
+        assert_eq!(accounts.give(one, "one").unwrap(), first);
+        accounts.forget(one).unwrap();
+        let accounts = open();
+        let second = accounts.give(two, "two").unwrap();
+        let again = accounts.give(one, "one").unwrap();
+        assert_eq!([first.uid, second.uid, again.uid], [70_000, 70_001, 70_002]);
+        assert_eq!(accounts.uids_left(), 0);
+        assert_eq!(accounts.give(three, "three").unwrap_err().code, "uids_exhausted");
+        assert_eq!(accounts.of(two), Some(second));
+    }
+
+    #[test]
+    fn a_ledger_that_cannot_be_read_gives_no_uid() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("accounts.json"), "{").unwrap();
+        assert!(Accounts::open(folder.path(), 70_000..=70_001).is_err());
+    }
+}

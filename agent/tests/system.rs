@@ -1,0 +1,315 @@
+//! The executor that makes Linux users, on machines that are thrown away.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod machine;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use agent::executor::Executor as _;
+use agent::gpus::{Gpus, SimulatedGpus};
+use agent::system::{Settings, System};
+use uuid::Uuid;
+use wire::inventory::{Device, ExecutorKind};
+use wire::proof::{Checked, CleanupReport, Finding, Outcome};
+use wire::task::{Provision, Release};
+
+const STATE: &str = "/var/lib/gpuaas-agent";
+const NAME: &str = "tena";
+
+/// A node with four GPUs whose device nodes are the kernel's null device under other names.
+struct Node {
+    system: System,
+    gpus: Arc<Gpus>,
+}
+
+impl Node {
+    fn start() -> Self {
+        for minor in 0..4 {
+            let node = format!("/dev/nvidia{minor}");
+            if !Path::new(&node).exists() {
+                run("mknod", &["-m", "666", &node, "c", "1", "3"]);
+            }
+        }
+        // Every machine has it from its first change of a user on.
+        fs::write("/etc/.pwd.lock", "").unwrap();
+        let asked = SimulatedGpus { count: 4, model: "H100".into(), memory_mib: 81_920 };
+        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
+        let sudo_commands = vec!["/bin/sleep".parse().unwrap()];
+        let settings = Settings { sudo_commands, ..Settings::default() };
+        fs::create_dir_all(STATE).unwrap();
+        Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
+    }
+
+    fn devices(&self, which: &[usize]) -> Vec<Device> {
+        let all = self.gpus.list().unwrap();
+        which.iter().map(|index| Device::from(&all[*index])).collect()
+    }
+
+    fn provision(&self, id: Uuid, name: &str, devices: &[usize]) -> Provision {
+        Provision {
+            allocation_id: id,
+            user_name: name.into(),
+            authorized_keys: vec!["ssh-ed25519 AAAA ann@laptop".into()],
+            devices: self.devices(devices),
+            sku: "h100".into(),
+            deadline_at: chrono::Utc::now(),
+        }
+    }
+
+    fn release(&self, id: Uuid, name: &str, devices: &[usize]) -> Vec<Finding> {
+        let task = Release { allocation_id: id, user_name: name.into(), devices: self.devices(devices) };
+        self.system.release(&task).unwrap().findings
+    }
+
+    fn make(&self, id: Uuid, name: &str, devices: &[usize]) -> u32 {
+        let output = self.system.provision(&self.provision(id, name, devices)).unwrap();
+        output["uid"].as_u64().unwrap().try_into().unwrap()
+    }
+}
+
+fn run(program: &str, args: &[&str]) -> String {
+    let ran = Command::new(program).args(args).output().unwrap();
+    assert!(ran.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&ran.stderr));
+    String::from_utf8(ran.stdout).unwrap()
+}
+
+/// A shell of the tenant, in a session of its own as a login would have it.
+fn shell(uid: u32, script: &str) -> Command {
+    let mut command = Command::new("setsid");
+    command.args(["sh", "-c", script]).uid(uid).gid(uid).current_dir("/").stdin(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+fn can(uid: u32, script: &str) -> bool {
+    shell(uid, script).stdout(Stdio::null()).status().unwrap().success()
+}
+
+fn spawn(uid: u32, script: &str) -> Child {
+    shell(uid, script).stdout(Stdio::null()).spawn().unwrap()
+}
+
+fn assert_clean(findings: &[Finding]) {
+    let report = CleanupReport {
+        node_id: Uuid::nil(),
+        allocation_id: Uuid::nil(),
+        task_id: Uuid::nil(),
+        attempt: 1,
+        boot_id: Uuid::nil(),
+        checked_at: chrono::Utc::now(),
+        findings: findings.to_vec(),
+    };
+    let missing: Vec<_> = report.not_looked_for(ExecutorKind::System).collect();
+    let left: Vec<_> = report.leftovers().collect();
+    assert!(report.is_clean(ExecutorKind::System), "left: {left:#?}\nnot looked for: {missing:?}");
+}
+
+fn outcome(findings: &[Finding], what: Checked) -> Outcome {
+    let worst = findings.iter().filter(|finding| finding.what == what).map(|finding| finding.outcome);
+    worst.max_by_key(|outcome| *outcome != Outcome::Gone).unwrap()
+}
+
+fn eventually(what: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !what() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "it did not come about");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn mode(path: impl AsRef<Path>) -> (u32, u32, u32) {
+    let metadata = fs::symlink_metadata(path).unwrap();
+    (metadata.mode() & 0o7777, metadata.uid(), metadata.gid())
+}
+
+#[test]
+fn a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root() {
+    machine::alone("a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root", || {
+        let node = Node::start();
+        let id = Uuid::from_u128(1);
+        let output = node.system.provision(&node.provision(id, NAME, &[0, 2])).unwrap();
+        let uid = u32::try_from(output["uid"].as_u64().unwrap()).unwrap();
+        assert!((70_000..=99_999).contains(&uid));
+        assert_eq!(run("id", &[NAME]).trim(), format!("uid={uid}({NAME}) gid={uid}({NAME}) groups={uid}({NAME})"));
+        assert_eq!(mode("/home/tena"), (0o700, uid, uid));
+        assert_eq!(mode("/etc/ssh/gpuaas-keys/tena"), (0o644, 0, 0));
+        assert_eq!(fs::read_to_string("/etc/ssh/gpuaas-keys/tena").unwrap(), "ssh-ed25519 AAAA ann@laptop\n");
+
+        assert!(can(uid, "cat /dev/nvidia0 && cat /dev/nvidia2"));
+        assert!(!can(uid, "cat /dev/nvidia1") && !can(uid, "echo x > /dev/nvidia3"));
+        assert!(can(uid, "sudo -n /bin/sleep 0"));
+        for forbidden in ["sudo -n id", "sudo -n /bin/sh -c id", "sudo -n -u daemon /bin/sleep 0", "su -c id"] {
+            assert!(!can(uid, forbidden), "{forbidden}");
+        }
+
+        let neighbour = node.make(Uuid::from_u128(2), "neighbour", &[1]);
+        assert_ne!(neighbour, uid);
+        assert!(can(neighbour, "cat /dev/nvidia1"));
+        assert!(!can(neighbour, "cat /dev/nvidia0") && !can(neighbour, "ls /home/tena"));
+
+        // Asked again, by the same agent and by the next one.
+        assert_eq!(node.make(id, NAME, &[0, 2]), uid);
+        assert_eq!(Node::start().make(id, NAME, &[0, 2]), uid);
+        assert!(can(uid, "cat /dev/nvidia0"), "a restart takes no device from who holds it");
+    });
+}
+
+#[test]
+fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
+    machine::alone("a_tenant_who_left_something_everywhere_is_gone_without_a_trace", || {
+        let node = Node::start();
+        // An account of an earlier time in the backups must stay as it was.
+        fs::write("/etc/passwd-", "old:x:900:900::/:/bin/sh\n").unwrap();
+        fs::create_dir_all("/tmp/others").unwrap();
+        fs::set_permissions("/tmp/others", fs::Permissions::from_mode(0o1777)).unwrap();
+        let state = [Path::new(STATE)];
+        let before = machine::look(&state);
+
+        let id = Uuid::from_u128(1);
+        let uid = node.make(id, NAME, &[0, 1]);
+        litter(uid);
+        let findings = node.release(id, NAME, &[0, 1]);
+        assert_clean(&findings);
+        let differences = machine::differences(&before, &machine::look(&state));
+        assert!(differences.is_empty(), "{differences:#?}");
+        assert_clean(&node.release(id, NAME, &[0, 1]));
+        assert_ne!(node.make(Uuid::from_u128(2), NAME, &[0]), uid, "a uid is never used twice");
+    });
+}
+
+/// Everything that a tenant, and what runs as root in its name, can leave behind.
+fn litter(uid: u32) {
+    for script in [
+        "mkdir -p ~/closed/deep && echo x > ~/closed/deep/x && chmod 000 ~/closed",
+        "ln -s /etc ~/.ssh",
+        "echo x > /tmp/x; mkdir /tmp/d; echo x > /tmp/d/x; chmod 000 /tmp/d; echo x > /tmp/others/x",
+        "echo x > /var/tmp/x; echo x > /dev/shm/x; echo x > /dev/shm/sem.x; ln -s /etc/passwd /tmp/link",
+        "ipcmk -M 64 && ipcmk -S 1 && ipcmk -Q",
+    ] {
+        assert!(can(uid, &format!("HOME=/home/{NAME}; {script}")), "{script}");
+    }
+    // A queue, as mq_open makes it.
+    fs::create_dir_all("/run/queues").unwrap();
+    run("mount", &["-t", "mqueue", "mqueue", "/run/queues"]);
+    fs::write("/run/queues/q", "").unwrap();
+    run("chown", &[&uid.to_string(), "/run/queues/q"]);
+    run("umount", &["/run/queues"]);
+    fs::remove_dir("/run/queues").unwrap();
+    // What cron, sudo and a login keep of it.
+    for folder in ["/var/spool/cron/crontabs", "/var/mail", "/run/sudo/ts", "/var/lib/sudo/lectured"] {
+        if Path::new(folder).is_dir() {
+            fs::write(Path::new(folder).join(NAME), "x").unwrap();
+        }
+    }
+    // Mounts in the home: one of its own, and one of the machine's own files, which must outlive it.
+    for mounted in ["own", "etc"] {
+        fs::create_dir(format!("/home/{NAME}/{mounted}")).unwrap();
+    }
+    run("mount", &["-t", "tmpfs", "tmpfs", &format!("/home/{NAME}/own")]);
+    run("mount", &["--bind", "/etc", &format!("/home/{NAME}/etc")]);
+    // Processes: one that ignores signals, one that runs as root in its name, one that forks for ever.
+    let scripts = [
+        "trap '' TERM HUP; while true; do sleep 1; done",
+        "exec sudo -n /bin/sleep 1000",
+        "ulimit -u 64; while true; do sleep 1000 & sleep 1000 & done",
+    ];
+    let children: Vec<Child> = scripts.iter().map(|script| spawn(uid, script)).collect();
+    std::thread::spawn(move || children.into_iter().for_each(|mut child| drop(child.wait())));
+    eventually(|| machine::processes().len() > 40);
+}
+
+#[test]
+fn what_cannot_be_removed_is_reported_and_keeps_the_devices() {
+    machine::alone("what_cannot_be_removed_is_reported_and_keeps_the_devices", || {
+        let node = Node::start();
+        let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let uid = node.make(id, NAME, &[0]);
+        // A file of the tenant on a file system that became read-only.
+        fs::create_dir("/tmp/stuck").unwrap();
+        run("mount", &["-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/tmp/stuck"]);
+        assert!(can(uid, "echo x > /tmp/stuck/x"));
+        run("mount", &["-o", "remount,ro", "/tmp/stuck"]);
+
+        let findings = node.release(id, NAME, &[0]);
+        assert_eq!(outcome(&findings, Checked::Tmp), Outcome::Present);
+        assert_eq!(outcome(&findings, Checked::PasswdEntry), Outcome::Gone);
+        assert_eq!(outcome(&findings, Checked::DeviceReservation), Outcome::Present);
+        let refused = node.system.provision(&node.provision(next, "next", &[0])).unwrap_err();
+        assert_eq!(refused.code, "device_in_use");
+
+        // The account is gone and its uid is known all the same, also to the next agent.
+        run("mount", &["-o", "remount,rw", "/tmp/stuck"]);
+        let node = Node::start();
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert!(!Path::new("/tmp/stuck/x").exists());
+        node.make(next, "next", &[0]);
+    });
+}
+
+#[test]
+fn a_home_that_became_a_link_takes_nothing_with_it() {
+    machine::alone("a_home_that_became_a_link_takes_nothing_with_it", || {
+        let node = Node::start();
+        let id = Uuid::from_u128(1);
+        node.make(id, NAME, &[0]);
+        fs::create_dir("/srv/precious").unwrap();
+        fs::write("/srv/precious/file", "x").unwrap();
+        fs::remove_dir_all("/home/tena").unwrap();
+        symlink("/srv/precious", "/home/tena").unwrap();
+        let refused = node.system.provision(&node.provision(id, NAME, &[0])).unwrap_err();
+        assert_eq!(refused.code, "home_exists");
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert!(fs::symlink_metadata("/home/tena").is_err());
+        assert!(PathBuf::from("/srv/precious/file").exists());
+    });
+}
+
+#[test]
+fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
+    machine::alone("a_user_of_the_machine_is_neither_taken_over_nor_removed", || {
+        let node = Node::start();
+        let id = Uuid::from_u128(1);
+        let passwd = fs::read_to_string("/etc/passwd").unwrap();
+        let refused = node.system.provision(&node.provision(id, "daemon", &[0])).unwrap_err();
+        assert_eq!(refused.code, "user_exists");
+        assert_clean(&node.release(id, "daemon", &[0]));
+        assert_eq!(fs::read_to_string("/etc/passwd").unwrap(), passwd);
+    });
+}
+
+#[test]
+fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() {
+    machine::alone("an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up", || {
+        let state = [Path::new(STATE)];
+        let before = {
+            let _ = Node::start();
+            machine::look(&state)
+        };
+        // What the steps made so far, undone from the last to the first.
+        let undo: [fn(); 4] = [
+            || fs::remove_file("/etc/ssh/gpuaas-keys/tena").unwrap(),
+            || fs::remove_file("/etc/sudoers.d/gpuaas-tena").unwrap(),
+            || fs::remove_dir_all("/home/tena").unwrap(),
+            || {
+                run("userdel", &[NAME]);
+            },
+        ];
+        for steps in 0..=undo.len() {
+            let id = Uuid::from_u128(10 + steps as u128);
+            Node::start().make(id, NAME, &[0]);
+            undo.iter().take(steps).for_each(|undo| undo());
+            assert_clean(&Node::start().release(id, NAME, &[0]));
+            // The tool that stood in for the crash wrote its own backups.
+            let differences = machine::differences(&before, &machine::look(&state));
+            let traces: Vec<_> =
+                differences.iter().filter(|it| !it.starts_with("/etc/") || it.contains("tena")).collect();
+            assert!(traces.is_empty(), "{traces:#?}");
+        }
+    });
+}

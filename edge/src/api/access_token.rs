@@ -1,0 +1,222 @@
+//! Access tokens for service accounts: OAuth 2.0 client credentials (RFC 6749, section 4.4).
+//!
+//! Refusals come in the service's own envelope; `details.error` holds the code that the RFC gives them (section 5.2).
+
+use axum::extract::{ConnectInfo, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::{Extension, Json};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use chrono::TimeDelta;
+use domain::policy::Key;
+use domain::service_account::ServiceAccount;
+use domain::{ServiceAccountId, ServiceAccountKeyId};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::{Deserialize, Serialize};
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use crate::auth::Acting;
+use crate::auth::service_token::ServiceTokens;
+use crate::body::Form;
+use crate::buckets::{Buckets, Rate, network_of};
+use crate::correlation::Scope;
+use crate::error::{ApiError, Code};
+use crate::services::Services;
+use crate::tls::Peer;
+use crate::token::{Purpose, TokenHash, read};
+
+const BASIC: &str = "Basic realm=\"gpuaas\"";
+
+/// Who is refused how often: a secret of 256 bits is not guessed, but whoever tries fills the log. The right secret is never held up.
+const PER_ACCOUNT: Rate = Rate { burst: 10, interval: Duration::from_secs(6) };
+const PER_ADDRESS: Rate = Rate { burst: 60, interval: Duration::from_secs(1) };
+const REMEMBERED: usize = 16_384;
+
+/// The failed attempts of a while.
+#[derive(Clone)]
+pub(super) struct Failures(Arc<(Buckets<Uuid>, Buckets<IpAddr>)>);
+
+impl Default for Failures {
+    fn default() -> Self {
+        let now = Instant::now();
+        Self(Arc::new((Buckets::new(PER_ACCOUNT, REMEMBERED, now), Buckets::new(PER_ADDRESS, REMEMBERED, now))))
+    }
+}
+
+impl Failures {
+    /// Counts a failure, and turns it into `rate_limited` where there were too many.
+    fn count(&self, account: Option<Uuid>, address: IpAddr, refused: ApiError) -> ApiError {
+        let now = Instant::now();
+        let (accounts, addresses) = &*self.0;
+        let by_address = addresses.take(network_of(address), now);
+        let by_account = account.map_or(Ok(()), |account| accounts.take(account, now));
+        let (wait, rate) = match (by_account, by_address) {
+            (Ok(()), Ok(())) => return refused,
+            (Err(wait), _) => (wait, PER_ACCOUNT),
+            (_, Err(wait)) => (wait, PER_ADDRESS),
+        };
+        let message = "Too many attempts with a wrong `client_id` or `client_secret`; correct them, then try again after Retry-After.";
+        ApiError::new(Code::RateLimited, message)
+            .retry_after(wait)
+            .detail("error", "invalid_client")
+            .detail("limit", rate.burst)
+            .detail("window_seconds", (rate.interval * rate.burst).as_secs())
+            .detail("retry_after_seconds", wait.as_secs() + 1)
+    }
+}
+
+/// A request for an access token. The credentials stand here or in an `Authorization: Basic` header.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct AccessTokenRequest {
+    /// `client_credentials`.
+    #[schema(value_type = String, pattern = "^client_credentials$")]
+    grant_type: Option<String>,
+    /// The service account's id.
+    #[schema(value_type = Option<Uuid>)]
+    client_id: Option<String>,
+    /// One of its keys.
+    #[schema(value_type = Option<String>)]
+    client_secret: Option<SecretString>,
+    /// There are no scopes: leave it out.
+    #[schema(max_length = 0)]
+    scope: Option<String>,
+}
+
+/// As RFC 6749 has it, section 5.1.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AccessToken {
+    access_token: String,
+    /// `Bearer`.
+    token_type: &'static str,
+    /// Seconds.
+    expires_in: i64,
+}
+
+/// Gives a service account an access token.
+///
+/// OAuth 2.0 client credentials (RFC 6749, section 4.4). A refusal has the code of section 5.2 in `details.error`. The answer is a
+/// secret: it is stored nowhere.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body(content = AccessTokenRequest, content_type = "application/x-www-form-urlencoded"),
+    responses((status = 200, description = "The token. `Cache-Control: no-store`.", body = AccessToken)),
+)]
+pub(super) async fn issue(
+    State(services): State<Services>,
+    Extension(failures): Extension<Failures>,
+    peer: Option<Extension<ConnectInfo<Peer>>>,
+    scope: Scope,
+    headers: HeaderMap,
+    Form(request): Form<AccessTokenRequest>,
+) -> Result<([(HeaderName, HeaderValue); 2], Json<AccessToken>), ApiError> {
+    let address = peer.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |Extension(ConnectInfo(peer))| peer.address.ip());
+    let asked_for = Credentials::of(&headers, &request).map_err(|error| match error.code() {
+        Code::Unauthenticated => failures.count(None, address, error),
+        _ => error,
+    })?;
+    match request.grant_type.as_deref() {
+        Some("client_credentials") => {}
+        Some(_) => return Err(malformed("unsupported_grant_type", "`grant_type` must be `client_credentials`.")),
+        None => return Err(malformed("invalid_request", "`grant_type` is missing; send `client_credentials`.")),
+    }
+    if request.scope.as_deref().is_some_and(|scope| !scope.is_empty()) {
+        return Err(malformed("invalid_scope", "There are no scopes here; leave `scope` out."));
+    }
+    let Credentials { client_id, secret, by_header } = asked_for;
+    scope.record_resource(format_args!("service_account/{client_id}"));
+    let tokens = services.authenticator.service_tokens();
+    let tokens = tokens.ok_or_else(|| ApiError::internal("this process signs no tokens"))?;
+    let (account, key) = recognised(tokens, client_id, &secret)
+        .await?
+        .map_err(|why| failures.count(Some(client_id), address, refused(by_header, why)))?;
+    let (policy, now) = (services.world.policy(), services.world.now());
+    let life = policy.int(Key::AuthServiceAccountTokenTtl, &account.scopes(), now);
+    let token = tokens.issue(Acting { account: account.id, key }, now, TimeDelta::seconds(life))?;
+    tracing::info!(service_account.id = %account.id, key.id = %key, "service account {} got an access token", account.id);
+    let headers = [
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
+        (header::PRAGMA, HeaderValue::from_static("no-cache")),
+    ];
+    let access_token = token.expose_secret().to_owned();
+    Ok((headers, Json(AccessToken { access_token, token_type: "Bearer", expires_in: life })))
+}
+
+/// What a client shows.
+struct Credentials {
+    client_id: Uuid,
+    secret: SecretString,
+    by_header: bool,
+}
+
+impl Credentials {
+    fn of(headers: &HeaderMap, request: &AccessTokenRequest) -> Result<Self, ApiError> {
+        let mut given = headers.get_all(header::AUTHORIZATION).iter();
+        let (by_header, client_id, secret) = match (given.next(), given.next()) {
+            (None, _) => (false, request.client_id.clone(), request.client_secret.clone()),
+            (Some(_), Some(_)) => return Err(refused(true, "two Authorization headers")),
+            (Some(_), None) if request.client_secret.is_some() => {
+                let message = "Send the credentials in the form or in the Authorization header, not in both.";
+                return Err(malformed("invalid_request", message));
+            }
+            (Some(value), None) => {
+                let (id, secret) = basic(value).ok_or_else(|| refused(true, "no Basic credentials in the header"))?;
+                if request.client_id.as_ref().is_some_and(|named| *named != id) {
+                    let message = "`client_id` in the form is another than in the Authorization header; leave it out.";
+                    return Err(malformed("invalid_request", message));
+                }
+                (true, Some(id), Some(secret))
+            }
+        };
+        let (Some(client_id), Some(secret)) = (client_id, secret) else {
+            return Err(refused(by_header, "no credentials"));
+        };
+        let client_id = Uuid::try_parse(&client_id).map_err(|_| refused(by_header, "a client_id that is no UUID"))?;
+        Ok(Self { client_id, secret, by_header })
+    }
+}
+
+/// RFC 6749, section 2.3.1. Ids and keys hold nothing that would have to be percent-encoded.
+fn basic(value: &HeaderValue) -> Option<(String, SecretString)> {
+    let (scheme, encoded) = value.to_str().ok()?.split_once(' ')?;
+    if !scheme.eq_ignore_ascii_case("basic") {
+        return None;
+    }
+    let text = String::from_utf8(STANDARD.decode(encoded.trim_matches(' ')).ok()?).ok()?;
+    let (id, secret) = text.split_once(':')?;
+    Some((id.to_owned(), secret.to_owned().into()))
+}
+
+/// The account and which of its keys was shown, or why nobody is recognised.
+async fn recognised(
+    tokens: &ServiceTokens,
+    client_id: Uuid,
+    secret: &SecretString,
+) -> Result<Result<(ServiceAccount, ServiceAccountKeyId), &'static str>, ApiError> {
+    // What has not even the form of a key costs no look into the store.
+    let Some(shown) = read(Purpose::ServiceAccountKey, secret) else { return Ok(Err("what was shown is no key")) };
+    let found = tokens.account(ServiceAccountId(client_id)).await?;
+    let Some(account) = found else { return Ok(Err("there is no such account")) };
+    // Every key is compared, whichever it is.
+    let matching = account.keys.iter().fold(None, |found, (id, key)| {
+        if TokenHash::from_bytes(key.sha256).matches(&shown) { Some(*id) } else { found }
+    });
+    Ok(matching.map(|key| (account, key)).ok_or("no key of the account's"))
+}
+
+/// One answer for every reason: who asks does not learn whether the account exists.
+fn refused(by_header: bool, why: &'static str) -> ApiError {
+    let message =
+        "The service account or its key is not known; check `client_id` and `client_secret`, or have a new key made.";
+    let error = ApiError::new(Code::Unauthenticated, message).detail("error", "invalid_client").because(why);
+    // RFC 6749, section 5.2: a client that used the header is told its scheme.
+    if by_header { error.header(header::WWW_AUTHENTICATE, HeaderValue::from_static(BASIC)) } else { error }
+}
+
+fn malformed(error: &'static str, message: &'static str) -> ApiError {
+    ApiError::invalid_request(message).detail("error", error)
+}

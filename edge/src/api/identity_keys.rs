@@ -1,0 +1,51 @@
+//! The identity provider's keys, refreshed by force (specification, *Endpoints*).
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::auth::jwks::JwksError;
+use crate::error::{ApiError, Code};
+use crate::services::Services;
+
+/// What the provider publishes now.
+#[derive(Serialize, ToSchema)]
+pub(super) struct RefreshedKeys {
+    /// How many keys it signs with.
+    keys: usize,
+}
+
+/// Fetches the identity provider's keys at once, at every replica.
+///
+/// A key that it no longer publishes is refused from then on. Without `INTERNAL_JWKS_REFRESH_TOKEN` the route is not there. The answer
+/// is this replica's; the others are told.
+#[utoipa::path(
+    post,
+    path = "/",
+    responses((status = 200, description = "They were fetched.", body = RefreshedKeys)),
+)]
+pub(super) async fn refresh(
+    State(services): State<Services>,
+    headers: HeaderMap,
+) -> Result<Json<RefreshedKeys>, ApiError> {
+    let configured = services.jwks_refresh_token.as_ref();
+    configured.ok_or_else(|| ApiError::not_found("route"))?.admit(&headers)?;
+    let refreshed = services.authenticator.jwks().refresh().await;
+    if !matches!(refreshed, Err(JwksError::TooSoon)) {
+        services.runtime.provider_keys_changed();
+    }
+    match refreshed {
+        Ok(keys) => Ok(Json(RefreshedKeys { keys })),
+        Err(error @ JwksError::TooSoon) => {
+            let message = "The keys were fetched a moment ago; try again after Retry-After.";
+            Err(ApiError::new(Code::RateLimited, message).because(error))
+        }
+        Err(error) => {
+            let message =
+                "The identity provider's keys could not be fetched; those from before stay. Look at the provider.";
+            Err(ApiError::new(Code::UpstreamError, message).because(error))
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Service accounts: programs that act for a user, and the keys by which they are known (decisions 7).
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::authz::Role;
+use domain::service_account::{Command, Reply, ServiceAccount};
+use domain::tenant::{self, AskedScopes, Tenant};
+use domain::{Kind, ServiceAccountId, ServiceAccountKeyId};
+use persistence::read::ListFilter;
+use secrecy::ExposeSecret as _;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+use super::asking::{Asking, ByUser, replayed};
+use super::field::{ClaimId, Label, set_or_none};
+use super::ssh_key::tenant_of;
+use super::stored::{self, find};
+use crate::body::{self, Path};
+use crate::correlation::no_store;
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, PageQuery};
+use crate::services::Services;
+use crate::token::{Purpose, mint};
+
+/// The state in which an account can be seen.
+const ACTIVE: &str = "active";
+/// More accounts than any limit admits.
+const ALL: u32 = 1000;
+
+/// A role that a service account can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum RoleName {
+    User,
+    Admin,
+}
+
+impl From<Role> for RoleName {
+    fn from(role: Role) -> Self {
+        match role {
+            Role::User => Self::User,
+            Role::Admin => Self::Admin,
+        }
+    }
+}
+
+impl From<RoleName> for Role {
+    fn from(name: RoleName) -> Self {
+        match name {
+            RoleName::User => Self::User,
+            RoleName::Admin => Self::Admin,
+        }
+    }
+}
+
+/// A service account to be made.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewServiceAccount {
+    name: Label,
+    /// Of your own roles; `user` where it is left out.
+    #[serde(default, deserialize_with = "set_or_none::<_, _, 2>")]
+    #[schema(min_items = 1, max_items = 2)]
+    roles: Option<Vec<RoleName>>,
+}
+
+/// A program that acts for its owner.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = ServiceAccount)]
+pub(super) struct ServiceAccountView {
+    /// Also its `client_id`.
+    id: Uuid,
+    name: String,
+    owner_user_id: String,
+    org_id: Option<String>,
+    project_id: Option<String>,
+    plan: Option<String>,
+    roles: Vec<RoleName>,
+    /// Those that are valid, oldest first.
+    keys: Vec<ServiceAccountKeyView>,
+    created_by: String,
+    created_at: DateTime<Utc>,
+}
+
+/// What is known of a key. The key itself was shown once.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = ServiceAccountKey)]
+pub(super) struct ServiceAccountKeyView {
+    id: Uuid,
+    created_by: String,
+    created_at: DateTime<Utc>,
+}
+
+/// A key that was made: the only time that it is shown.
+#[derive(Serialize, ToSchema)]
+pub(super) struct IssuedServiceAccountKey {
+    id: Uuid,
+    /// The service account's id.
+    client_id: Uuid,
+    /// For `POST /api/v1/service-accounts/token`. Kept nowhere.
+    client_secret: String,
+    created_at: DateTime<Utc>,
+}
+
+/// Which service accounts.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ServiceAccountFilter {
+    /// Whose; anybody's for administrators, your own otherwise.
+    user_id: Option<ClaimId>,
+}
+
+/// Your service accounts, oldest first; everybody's for administrators.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, ServiceAccountFilter),
+    responses((status = 200, description = "A page of service accounts.", body = Items<ServiceAccountView>)),
+)]
+pub(super) async fn list(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    listing: Listing<ServiceAccountFilter>,
+) -> Result<Json<Items<ServiceAccountView>>, ApiError> {
+    let owner = match listing.filter.user_id.as_deref() {
+        wanted if asking.is_admin() => wanted.map(str::to_owned),
+        Some(other) if other != asking.caller.user_id => {
+            let message = "Only administrators see other people's service accounts; leave `user_id` out.";
+            return Err(ApiError::forbidden(message));
+        }
+        Some(_) | None => Some(asking.caller.user_id.clone()),
+    };
+    let page = listing.page("service-accounts", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    let filter = ListFilter { owner, state: Some(ACTIVE.to_owned()), sku: None };
+    let rows = stored::list::<ServiceAccount>(&services, &filter, &page).await?;
+    Ok(Json(stored::answer(&page, rows, |stored| view(stored.it))))
+}
+
+/// Makes a service account, which acts for you.
+///
+/// It has no key yet. What it does is done in your name, in the organisation, project and plan of your access token, and audited as
+/// `service-account:<id>`.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewServiceAccount,
+    responses((status = 201, description = "The service account.", body = ServiceAccountView)),
+)]
+pub(super) async fn create(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    body::Json(new): body::Json<NewServiceAccount>,
+) -> Result<Response, ApiError> {
+    let roles = new.roles.as_deref().unwrap_or(&[RoleName::User]);
+    if roles.is_empty() {
+        let message = "`roles` is empty; name one of your roles, or leave it out.";
+        return Err(ApiError::invalid_request(message).detail("field", "roles"));
+    }
+    let id = asking.id_of_new();
+    if !asking.is_repetition().await? {
+        take_place(&services, &asking, id).await?;
+    }
+    let roles = roles.iter().map(|role| (*role).into()).collect();
+    let command = Command::Create { name: new.name.to_string(), roles };
+    let answered = asking.ask::<ServiceAccount>(id, command, &new).await?;
+    let replayed = replayed(&answered);
+    let Reply::Account { account } = answered.reply else { return Err(unexpected()) };
+    Ok((StatusCode::CREATED, replayed, Json(view(*account))).into_response())
+}
+
+/// Keeps a place among the owner's accounts, so that however many are made at once none goes past the limit.
+async fn take_place(services: &Services, asking: &Asking, id: Uuid) -> Result<(), ApiError> {
+    let caller = &asking.caller;
+    let own = ListFilter { owner: Some(caller.user_id.clone()), state: Some(ACTIVE.to_owned()), sku: None };
+    let there = services.reads.list(Kind::ServiceAccount, &own, None, ALL).await?.items;
+    let command = tenant::Command::ExpectAccount {
+        user_id: caller.user_id.clone(),
+        account: ServiceAccountId(id),
+        there: there.into_iter().map(|row| ServiceAccountId(row.entity.id)).collect(),
+        scopes: AskedScopes {
+            org_id: caller.org_id.clone(),
+            project_id: caller.project_id.clone(),
+            plan: caller.plan.clone(),
+        },
+    };
+    asking.ask_unstored::<Tenant>(tenant_of(asking), command).await.map(|_| ())
+}
+
+/// One service account.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The service account's id")),
+    responses((status = 200, description = "The service account.", body = ServiceAccountView)),
+)]
+pub(super) async fn get(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<ServiceAccountView>, ApiError> {
+    let found = find::<ServiceAccount>(&services, id).await?.filter(|stored| stored.it.is_for(&asking.principal()));
+    found.map(|stored| Json(view(stored.it))).ok_or_else(|| ApiError::not_found("service account"))
+}
+
+/// Deletes a service account with all its keys.
+///
+/// Its access tokens are refused from then on.
+#[utoipa::path(
+    delete,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The service account's id")),
+    responses((status = 204, description = "It is gone.")),
+)]
+pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
+    asking.urgently().ask::<ServiceAccount>(id, Command::Delete, &()).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Makes a key, valid beside those that there are.
+///
+/// The answer is a secret: it is stored nowhere, so a repetition makes another key whatever its `Idempotency-Key`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The service account's id")),
+    responses((status = 201, description = "The key. `Cache-Control: no-store`.", body = IssuedServiceAccountKey)),
+)]
+pub(super) async fn add_key(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<Response, ApiError> {
+    let minted = mint(Purpose::ServiceAccountKey);
+    let command = Command::AddKey { sha256: minted.hash.to_bytes() };
+    let answered = asking.ask_unstored::<ServiceAccount>(id, command).await?;
+    let Reply::Key { id: ServiceAccountKeyId(key), created_at } = answered.reply else { return Err(unexpected()) };
+    let client_secret = minted.token.expose_secret().to_owned();
+    let issued = IssuedServiceAccountKey { id: key, client_id: id, client_secret, created_at };
+    Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
+}
+
+/// Revokes a key.
+///
+/// From the answer on every replica refuses it, and the access tokens that were got with it.
+#[utoipa::path(
+    delete,
+    path = "/",
+    params(
+        ("id" = Uuid, Path, description = "The service account's id"),
+        ("key_id" = Uuid, Path, description = "The key's id"),
+    ),
+    responses((status = 204, description = "It is gone.")),
+)]
+pub(super) async fn revoke_key(
+    ByUser(asking): ByUser,
+    Path((id, key)): Path<(Uuid, Uuid)>,
+) -> Result<StatusCode, ApiError> {
+    let command = Command::RevokeKey { key: ServiceAccountKeyId(key) };
+    asking.urgently().ask::<ServiceAccount>(id, command, &()).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+fn unexpected() -> ApiError {
+    ApiError::internal("the service account's machine answered another question")
+}
+
+fn view(account: ServiceAccount) -> ServiceAccountView {
+    let keys = account.keys.into_iter().map(|(id, key)| ServiceAccountKeyView {
+        id: id.0,
+        created_by: key.created_by,
+        created_at: key.created_at,
+    });
+    ServiceAccountView {
+        id: account.id.0,
+        name: account.name,
+        owner_user_id: account.owner.user_id,
+        org_id: account.owner.org_id,
+        project_id: account.owner.project_id,
+        plan: account.owner.plan,
+        roles: account.roles.into_iter().map(RoleName::from).collect(),
+        keys: keys.collect(),
+        created_by: account.created_by,
+        created_at: account.created_at,
+    }
+}

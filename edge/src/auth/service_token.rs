@@ -1,0 +1,136 @@
+//! Access tokens of service accounts: JSON Web Tokens (RFC 9068) that the control plane signs itself, with one Ed25519 key for the
+//! cluster.
+//!
+//! The signature says that a token was issued, not that it still holds: each request with one reads its account from Postgres, so that a
+//! revoked key is refused by every replica from the moment the change was answered. What the account may do is taken from there too.
+
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use chrono::{DateTime, Duration, Utc};
+use domain::authz::Role;
+use domain::service_account::ServiceAccount;
+use domain::{EntityRef, Kind, ServiceAccountId};
+use ed25519_dalek::{Signature, Signer, SigningKey};
+use persistence::{Reads, StoreError};
+use secrecy::SecretString;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use uuid::Uuid;
+
+use super::claims::{Presented, TokenFault, read_times};
+use super::{ADMIN, Acting, Caller};
+use crate::error::ApiError;
+
+/// Issues and verifies them.
+pub struct ServiceTokens {
+    /// `iss` and `aud`: the public URL. What is issued here is for here.
+    issuer: String,
+    key: SigningKey,
+    key_id: String,
+    reads: Reads,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Claims {
+    iss: String,
+    aud: String,
+    /// The account's id.
+    sub: Uuid,
+    client_id: Uuid,
+    /// The account's key that it was got with.
+    key_id: Uuid,
+    iat: i64,
+    exp: i64,
+    jti: Uuid,
+}
+
+impl ServiceTokens {
+    #[must_use]
+    pub fn new(public_url: impl Into<String>, key: SigningKey, reads: Reads) -> Self {
+        let key_id = format!("gpuaas-{}", hex::encode(&Sha256::digest(key.verifying_key().as_bytes())[..8]));
+        Self { issuer: public_url.into(), key, key_id, reads }
+    }
+
+    pub(super) fn key_id(&self) -> &str {
+        &self.key_id
+    }
+
+    /// A token for an account that has shown a key of its own.
+    ///
+    /// # Errors
+    /// Where the claims cannot be written down.
+    pub fn issue(&self, acting: Acting, now: DateTime<Utc>, life: Duration) -> Result<SecretString, ApiError> {
+        let claims = Claims {
+            iss: self.issuer.clone(),
+            aud: self.issuer.clone(),
+            sub: acting.account.0,
+            client_id: acting.account.0,
+            key_id: acting.key.0,
+            iat: now.timestamp(),
+            exp: (now + life).timestamp(),
+            jti: Uuid::new_v4(),
+        };
+        let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let header = json!({ "typ": "at+jwt", "alg": "EdDSA", "kid": self.key_id });
+        let claims = serde_json::to_value(&claims).map_err(ApiError::internal)?;
+        let signed = format!("{}.{}", part(&header), part(&claims));
+        let signature = URL_SAFE_NO_PAD.encode(self.key.sign(signed.as_bytes()).to_bytes());
+        Ok(format!("{signed}.{signature}").into())
+    }
+
+    pub(super) async fn caller(&self, token: &Presented<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+        if token.algorithm != "EdDSA" {
+            return Err(TokenFault::Algorithm);
+        }
+        let (signed, signature) = token.signed()?;
+        let signature = Signature::from_slice(&signature).map_err(|_| TokenFault::Signature)?;
+        self.key.verifying_key().verify_strict(signed, &signature).map_err(|_| TokenFault::Signature)?;
+        let read = token.claims()?;
+        let token_expires_at = read_times(&read, Duration::zero(), now)?;
+        let claims: Claims = serde_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;
+        if claims.iss != self.issuer {
+            return Err(TokenFault::Issuer);
+        }
+        if claims.aud != self.issuer {
+            return Err(TokenFault::Audience);
+        }
+        let acting = Acting { account: claims.sub.into(), key: claims.key_id.into() };
+        let account = self.account_of(acting).await.map_err(TokenFault::Store)?.ok_or(TokenFault::Revoked)?;
+        let owner = account.owner;
+        Ok(Caller {
+            user_id: owner.user_id,
+            roles: account.roles.iter().map(|role| name_of(*role).to_owned()).collect(),
+            org_id: owner.org_id,
+            project_id: owner.project_id,
+            plan: owner.plan,
+            token_expires_at,
+            acting: Some(acting),
+        })
+    }
+
+    /// The account, where it is there and the key is one of its own.
+    pub(super) async fn account_of(&self, acting: Acting) -> Result<Option<ServiceAccount>, StoreError> {
+        Ok(self.account(acting.account).await?.filter(|account| account.keys.contains_key(&acting.key)))
+    }
+
+    /// The account as Postgres has it now, where it is there. Never from a memory that may not have heard yet.
+    ///
+    /// # Errors
+    /// Where Postgres cannot be read.
+    pub async fn account(&self, id: ServiceAccountId) -> Result<Option<ServiceAccount>, StoreError> {
+        let entity = EntityRef { kind: Kind::ServiceAccount, id: id.0 };
+        let Some(snapshot) = self.reads.snapshot(entity).await? else { return Ok(None) };
+        // One that cannot be read lets nobody in.
+        let account = serde_json::from_str::<ServiceAccount>(&snapshot.body).inspect_err(|error| {
+            tracing::error!(entity.id = %entity.id, %error, "a service account cannot be read; its tokens are refused");
+        });
+        Ok(account.ok().filter(ServiceAccount::is_active))
+    }
+}
+
+const fn name_of(role: Role) -> &'static str {
+    match role {
+        Role::User => "user",
+        Role::Admin => ADMIN,
+    }
+}

@@ -1,0 +1,428 @@
+//! Tokens and providers that mean harm (RFC 8725 names most of them). Keys come over HTTP, as they do in service.
+
+use super::*;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+
+/// Signed with a shared secret, under a header that says so.
+fn hmac(header: &Value, claims: &Value, secret: &[u8], algorithm: Algorithm) -> String {
+    let signed = format!("{}.{}", b64(header.to_string().as_bytes()), b64(claims.to_string().as_bytes()));
+    let signature =
+        jsonwebtoken::crypto::sign(signed.as_bytes(), &EncodingKey::from_secret(secret), algorithm).unwrap();
+    format!("{signed}.{signature}")
+}
+
+/// Why it is refused. Everything about the token but what is tried is in order.
+async fn reason(provider: &Provider, token: &str) -> String {
+    verdict(&provider.authenticator(), token).await.expect_err("it must be refused")
+}
+
+#[tokio::test]
+async fn an_unsigned_token_is_refused_however_none_is_spelled() {
+    let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
+    for none in ["none", "None", "NONE", "nOnE", ""] {
+        let header = json!({"typ": "JWT", "alg": none, "kid": "k"});
+        for signature in ["", "AA", "bm9uZQ"] {
+            let claims = provider.claims();
+            let token =
+                format!("{}.{}.{signature}", b64(header.to_string().as_bytes()), b64(claims.to_string().as_bytes()));
+            assert!(verdict(&provider.authenticator(), &token).await.is_err(), "{none:?} {signature:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_public_key_is_no_shared_secret_in_whatever_form() {
+    let pair = KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap();
+    let provider = Provider::with(vec![key("k", Algorithm::RS256)]).await;
+    let published = &provider.keys[0].jwk;
+    let modulus = published["n"].as_str().unwrap();
+    let forms: [Vec<u8>; 5] = [
+        modulus.as_bytes().to_vec(),
+        URL_SAFE_NO_PAD.decode(modulus).unwrap(),
+        published.to_string().into_bytes(),
+        pair.public_key_pem().into_bytes(),
+        pair.subject_public_key_info(),
+    ];
+    for algorithm in [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512] {
+        let header = json!({"typ": "JWT", "alg": format!("{algorithm:?}"), "kid": "k"});
+        for secret in &forms {
+            let why = reason(&provider, &hmac(&header, &provider.claims(), secret, algorithm)).await;
+            assert!(why.contains("allowlist"), "{why}");
+        }
+    }
+    // Not even where somebody configures it.
+    let mut rules = TokenRules::new(provider.issuer(), "gpuaas");
+    rules.algorithms = vec![Algorithm::HS256, Algorithm::RS256];
+    let careless = Authenticator::new(rules, Jwks::new(provider.settings()).unwrap());
+    let token = hmac(&json!({"alg": "HS256", "kid": "k"}), &provider.claims(), &forms[0], Algorithm::HS256);
+    assert!(verdict(&careless, &token).await.is_err());
+}
+
+#[tokio::test]
+async fn a_key_that_the_token_brings_or_points_to_is_not_even_fetched() {
+    let provider = Provider::with(vec![key("k", Algorithm::RS256)]).await;
+    let attacker = key("k", Algorithm::RS256);
+    let evil = MockServer::start().await;
+    Mock::given(wiremock::matchers::any())
+        .respond_with(ResponseTemplate::new(200).set_body_json(json!({"keys": [attacker.jwk]})))
+        .mount(&evil)
+        .await;
+    let url = format!("{}/keys", evil.uri());
+    for (name, value) in [
+        ("jwk", attacker.jwk.clone()),
+        ("jku", json!(url)),
+        ("x5u", json!(url)),
+        ("x5c", json!(["MIIB"])),
+        ("x5t", json!("AAAA")),
+        ("url", json!(url)),
+    ] {
+        let mut header = header_of(&attacker);
+        header[name] = value.clone();
+        let why = reason(&provider, &sign(&header, &provider.claims(), &attacker)).await;
+        assert!(why.contains("signature"), "{name}: {why}");
+        // Beside a true signature it is passed over: nothing of it is read.
+        let mut honest = header_of(&provider.keys[0]);
+        honest[name] = value;
+        let token = sign(&honest, &provider.claims(), &provider.keys[0]);
+        assert!(verdict(&provider.authenticator(), &token).await.is_ok(), "{name}");
+    }
+    assert_eq!(evil.received_requests().await.unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn a_key_id_is_looked_up_and_never_followed() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let long = "k".repeat(10_000);
+    for kid in [
+        "../../../../dev/null",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "http://127.0.0.1:1/k",
+        "k' OR '1'='1",
+        "'; DROP TABLE secret; --",
+        "*",
+        ">",
+        "k.*",
+        "k k",
+        "K",
+        "k\u{0}",
+        "k\n",
+        "${jndi:ldap://127.0.0.1/k}",
+        &long,
+    ] {
+        let mut header = header_of(&provider.keys[0]);
+        header["kid"] = kid.into();
+        let why = reason(&provider, &sign(&header, &provider.claims(), &provider.keys[0])).await;
+        let short: String = kid.chars().take(40).collect();
+        assert!(why.contains("key"), "{short}: {why}");
+        assert!(!why.contains(&short) || short == "k", "the reason repeats {short}");
+    }
+    let asked = provider.server.received_requests().await.unwrap();
+    let paths: BTreeSet<_> = asked.iter().map(|request| request.url.path().to_owned()).collect();
+    assert_eq!(paths.len(), 2, "only discovery and the key set were fetched: {paths:?}");
+}
+
+#[tokio::test]
+async fn times_that_are_no_times_are_refused() {
+    let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
+    let authenticator = provider.authenticator();
+    let now = Utc::now().timestamp();
+    let bad = [
+        json!(now.to_string()),
+        json!(-1),
+        json!(-1.5),
+        json!(i64::MIN),
+        json!(i64::MAX),
+        json!(u64::MAX),
+        json!(1e308),
+        json!(true),
+        json!([now]),
+        json!({"at": now}),
+        Value::Null,
+    ];
+    for name in ["exp", "nbf", "iat"] {
+        for value in &bad {
+            let token = provider.token(|claims| claims[name] = value.clone());
+            let refused = verdict(&authenticator, &token).await;
+            assert!(refused.is_err(), "{name} = {value}");
+        }
+    }
+    let without = |name: &str| {
+        provider.token(|claims| {
+            claims.as_object_mut().unwrap().remove(name);
+        })
+    };
+    assert!(verdict(&authenticator, &without("exp")).await.is_err(), "a token without an end");
+    // RFC 7519 leaves both out of what a token must have, and most providers send no `nbf`.
+    assert!(verdict(&authenticator, &without("nbf")).await.is_ok());
+    assert!(verdict(&authenticator, &without("iat")).await.is_ok());
+    // Of two the last counts (RFC 7519, section 4).
+    let (late, early) = (format!("\"exp\":{}", now + 300), "\"exp\":1".to_owned());
+    for (first, last, admitted) in [(&early, &late, true), (&late, &early, false)] {
+        let text = provider.claims().to_string().replacen(&late, &format!("{first},{last}"), 1);
+        let signed = format!("{}.{}", b64(header_of(&provider.keys[0]).to_string().as_bytes()), b64(text.as_bytes()));
+        let key = &provider.keys[0];
+        let signature = jsonwebtoken::crypto::sign(signed.as_bytes(), &key.encoding, key.algorithm).unwrap();
+        assert_eq!(verdict(&authenticator, &format!("{signed}.{signature}")).await.is_ok(), admitted, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn the_audience_is_ours_alone_or_among_others_and_the_issuer_is_exact() {
+    let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
+    let authenticator = provider.authenticator();
+    let with = |name: &'static str, value: Value| provider.token(|claims| claims[name] = value);
+    for audience in [json!("gpuaas"), json!(["gpuaas"]), json!(["other", "gpuaas"])] {
+        assert!(verdict(&authenticator, &with("aud", audience.clone())).await.is_ok(), "{audience}");
+    }
+    for audience in [
+        json!([]),
+        json!(""),
+        json!("gpuaas2"),
+        json!("GPUAAS"),
+        json!("*"),
+        json!(["other", ["gpuaas"]]),
+        json!("other gpuaas"),
+        json!(null),
+    ] {
+        assert!(verdict(&authenticator, &with("aud", audience.clone())).await.is_err(), "{audience}");
+    }
+    let issuer = provider.issuer();
+    let upper = issuer.to_uppercase();
+    for wrong in [json!([issuer]), json!(upper), json!(format!("{issuer}.evil.example")), json!(null)] {
+        assert!(verdict(&authenticator, &with("iss", wrong.clone())).await.is_err(), "{wrong}");
+    }
+}
+
+#[tokio::test]
+async fn a_subject_is_bounded_and_stays_on_its_line() {
+    let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
+    let authenticator = provider.authenticator();
+    let with = |sub: &str| {
+        let sub = sub.to_owned();
+        provider.token(move |claims| claims["sub"] = sub.into())
+    };
+    let long = "x".repeat(10_000);
+    for bad in
+        ["", "a\nb", "a\r\nb", "a\u{0}", "a\u{85}b", "a\u{2028}b", "a\u{2029}b", "\u{202e}nna", "a\u{2066}b", &long]
+    {
+        assert!(verdict(&authenticator, &with(bad)).await.is_err(), "{bad:?}");
+    }
+    // Wildcards of NATS and of SQL are names like others: nothing builds a subject or a statement of them.
+    for odd in [">", "*", "a.*.>", "%", "'; --", "${x}", "../..", "auth0|5f7c", "Åse", &"x".repeat(255)] {
+        assert_eq!(verdict(&authenticator, &with(odd)).await.unwrap().user_id, odd);
+    }
+}
+
+#[tokio::test]
+async fn a_hundred_unknown_keys_cost_one_fetch_in_each_cool_down() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let gap = Duration::from_secs(1);
+    let settings = JwksSettings { min_refresh_gap: gap, ..provider.settings() };
+    let rules = TokenRules::new(provider.issuer(), "gpuaas");
+    let authenticator = Arc::new(Authenticator::new(rules, Jwks::new(settings).unwrap()));
+    assert!(verdict(&authenticator, &provider.token(|_| ())).await.is_ok());
+    let flood = async |round: usize| {
+        let tokens = (0..100).map(|n| {
+            let mut header = header_of(&provider.keys[0]);
+            header["kid"] = format!("unknown-{round}-{n}").into();
+            sign(&header, &provider.claims(), &provider.keys[0])
+        });
+        let asked = tokens.map(|token| {
+            let authenticator = Arc::clone(&authenticator);
+            tokio::spawn(async move { verdict(&authenticator, &token).await })
+        });
+        for verdict in futures::future::join_all(asked).await {
+            assert!(verdict.unwrap().is_err());
+        }
+    };
+    // The first fetch was a moment ago: the cool-down runs.
+    flood(1).await;
+    assert_eq!(provider.fetches().await, 1);
+    tokio::time::sleep(gap + Duration::from_millis(50)).await;
+    flood(2).await;
+    assert_eq!(provider.fetches().await, 2);
+    flood(3).await;
+    assert_eq!(provider.fetches().await, 2);
+    assert!(verdict(&authenticator, &provider.token(|_| ())).await.is_ok(), "known keys serve meanwhile");
+}
+
+/// A provider whose answers never end: a byte now and then, for as long as somebody listens.
+async fn dripping() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let issuer = format!("http://{}/realms/gpu", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let mut read = [0; 2048];
+                let _ = stream.read(&mut read).await;
+                let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{\"issuer\": ";
+                let mut listens = stream.write_all(head.as_bytes()).await.is_ok();
+                while listens {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    listens = stream.write_all(b" ").await.is_ok();
+                }
+            });
+        }
+    });
+    issuer
+}
+
+#[tokio::test]
+async fn a_provider_that_drips_is_given_up_and_few_wait_for_it() {
+    install_crypto();
+    let issuer = dripping().await;
+    let settings = JwksSettings {
+        timeout: Duration::from_millis(300),
+        max_waiting: 4,
+        min_refresh_gap: Duration::ZERO,
+        ..JwksSettings::new(&issuer)
+    };
+    let authenticator = Arc::new(Authenticator::new(TokenRules::new(&issuer, "gpuaas"), Jwks::new(settings).unwrap()));
+    let began = Instant::now();
+    let many = (0..50).map(|n| {
+        let authenticator = Arc::clone(&authenticator);
+        let header = json!({"alg": "ES256", "kid": format!("k{n}")}).to_string();
+        let token = format!("{}.{}.AAAA", b64(header.as_bytes()), b64(b"{}"));
+        tokio::spawn(async move {
+            let fault = authenticator.verify(&token, Utc::now()).await.unwrap_err();
+            std::error::Error::source(&fault).map(ToString::to_string).unwrap_or_default()
+        })
+    });
+    let whys: Vec<_> = futures::future::join_all(many).await.into_iter().map(Result::unwrap).collect();
+    assert!(whys.iter().all(|why| why.contains("too many") || why.contains("could not be fetched")), "{whys:?}");
+    assert_eq!(whys.iter().filter(|why| !why.contains("too many")).count(), 4, "{whys:?}");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn old_keys_serve_at_once_while_the_provider_hangs_redirects_or_floods() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let settings = JwksSettings {
+        timeout: Duration::from_millis(300),
+        // Stale at once, so that each use asks again, behind the scenes.
+        max_age: Duration::ZERO,
+        min_refresh_gap: Duration::ZERO,
+        ..provider.settings()
+    };
+    let rules = TokenRules::new(provider.issuer(), "gpuaas");
+    let authenticator = Authenticator::new(rules, Jwks::new(settings).unwrap());
+    let token = provider.token(|_| ());
+    assert!(verdict(&authenticator, &token).await.is_ok());
+    let evil = MockServer::start().await;
+    for answer in [
+        ResponseTemplate::new(200).set_delay(Duration::from_secs(60)),
+        ResponseTemplate::new(307).insert_header("location", format!("{}/certs", evil.uri()).as_str()),
+        ResponseTemplate::new(200).set_body_bytes(vec![b'a'; 8 << 20]),
+        ResponseTemplate::new(200).set_body_json(json!({"keys": vec![json!({"kty": "oct", "kid": "k"}); 10_000]})),
+        ResponseTemplate::new(200).set_body_string("[".repeat(200_000)),
+    ] {
+        provider.server.reset().await;
+        provider.mock_discovery(&provider.issuer()).await;
+        Mock::given(path("/realms/gpu/certs")).respond_with(answer).mount(&provider.server).await;
+        let began = Instant::now();
+        assert!(verdict(&authenticator, &token).await.is_ok());
+        assert!(began.elapsed() < Duration::from_millis(250), "{:?}", began.elapsed());
+        assert!(authenticator.jwks().refresh().await.is_err());
+    }
+    assert_eq!(evil.received_requests().await.unwrap().len(), 0, "a redirect was followed");
+    drop(provider.server);
+    assert!(verdict(&authenticator, &token).await.is_ok(), "the provider is gone");
+}
+
+#[tokio::test]
+async fn a_forced_refresh_has_a_cool_down_of_its_own() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let settings = JwksSettings {
+        min_forced_gap: Duration::from_millis(500),
+        min_refresh_gap: Duration::from_secs(60),
+        ..provider.settings()
+    };
+    let authenticator = Authenticator::new(TokenRules::new(provider.issuer(), "gpuaas"), Jwks::new(settings).unwrap());
+    assert!(verdict(&authenticator, &provider.token(|_| ())).await.is_ok());
+    let next = key("next", Algorithm::EdDSA);
+    provider.publish(vec![provider.keys[0].jwk.clone(), next.jwk.clone()]).await;
+    let token = sign(&header_of(&next), &provider.claims(), &next);
+    assert!(verdict(&authenticator, &token).await.is_err(), "the cool-down of unknown keys runs");
+    assert_eq!(authenticator.jwks().refresh().await.unwrap(), 2);
+    assert!(matches!(authenticator.jwks().refresh().await, Err(jwks::JwksError::TooSoon)));
+    assert!(verdict(&authenticator, &token).await.is_ok());
+    tokio::time::sleep(Duration::from_millis(550)).await;
+    assert_eq!(authenticator.jwks().refresh().await.unwrap(), 2);
+}
+
+#[tokio::test]
+async fn one_header_brings_one_token_of_a_bounded_size() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let authenticator = provider.authenticator();
+    let good = format!("Bearer {}", provider.token(|_| ()));
+    let with = |values: &[&str]| -> HeaderMap {
+        values.iter().map(|value| (header::AUTHORIZATION, value.parse().unwrap())).collect()
+    };
+    assert!(authenticator.authenticate(&with(&[&good])).await.is_ok());
+    let huge = format!("Bearer {}", "a".repeat(1 << 20));
+    for (what, headers) in [
+        ("twice the same", with(&[&good, &good])),
+        ("a good one and rubbish", with(&[&good, "Bearer x"])),
+        ("another scheme first", with(&["Basic eDp5", &good])),
+        ("a megabyte", with(&[&huge])),
+        ("two in one", with(&[&format!("{good}, {good}")])),
+    ] {
+        let refused = authenticator.authenticate(&headers).await.unwrap_err();
+        assert_eq!(refused.code(), Code::Unauthenticated, "{what}");
+        assert!(refused.cause().is_some_and(|why| why.len() < 200), "{what}: the log says why");
+    }
+}
+
+/// What a request logs.
+#[derive(Clone, Default)]
+struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_the_token() {
+    let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
+    let router = Router::new()
+        .route("/me", get(|caller: Caller| async move { caller.user_id }))
+        .with_state(App(Arc::new(provider.authenticator())))
+        .layer(from_fn_with_state(Service { name: "api", tells_route: false }, request_scope));
+    let expired = provider.token(|claims| claims["exp"] = json!(1));
+    let foreign = provider.token(|claims| claims["aud"] = json!("another"));
+    let attacker = key("k", Algorithm::EdDSA);
+    let forged = sign(&header_of(&attacker), &provider.claims(), &attacker);
+    for (token, reason) in [
+        (&expired, "the token has expired"),
+        (&foreign, "another audience"),
+        (&forged, "signature does not verify"),
+        (&"not-even-a-token".to_owned(), "no signed JSON Web Token"),
+    ] {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
+        let request =
+            Request::get("/me").header("authorization", format!("Bearer {token}")).body(Body::empty()).unwrap();
+        let guard = tracing::subscriber::set_default(subscriber);
+        let answer = router.clone().oneshot(request).await.unwrap();
+        drop(guard);
+        assert_eq!(answer.status(), 401);
+        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let line = text
+            .lines()
+            .find(|line| line.contains("unauthenticated"))
+            .unwrap_or_else(|| panic!("nothing logged: {text}"));
+        assert!(line.contains("\"WARN\"") && line.contains(reason) && line.contains("401"), "{line}");
+        assert!(!text.contains(token.as_str()), "{text}");
+    }
+}

@@ -1,0 +1,220 @@
+//! An identity provider that somebody else wrote (npm's `oidc-provider`, certified by the OpenID Foundation) logs people in: authorization
+//! code with PKCE (RFC 7636), driven as a browser would, access tokens as JSON Web Tokens for a named resource (RFC 8707), claims
+//! elsewhere than Keycloak has them.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use reqwest::header::{COOKIE, LOCATION, SET_COOKIE};
+use reqwest::{Method, Response, Url, redirect};
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use tests::world::World;
+use tests::world::client::Client;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::{Child, Command};
+use uuid::Uuid;
+
+/// The resource that the control plane is.
+const AUDIENCE: &str = "https://gpu.example/api";
+const BACK: &str = "http://127.0.0.1/back";
+
+/// The provider, as a process.
+struct Foreign {
+    issuer: String,
+    _process: Child,
+}
+
+impl Foreign {
+    async fn start() -> Self {
+        let folder = tools().join("oidc-provider");
+        let server = folder.join("server.mjs");
+        assert!(server.is_file(), "{} is missing: deploy/test installs it", server.display());
+        let mut process = Command::new("node")
+            .arg("server.mjs")
+            .current_dir(&folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .expect("node starts");
+        let mut said = BufReader::new(process.stdout.take().unwrap()).lines();
+        let issuer = loop {
+            let line = said.next_line().await.unwrap().expect("the provider says where it is");
+            if line.starts_with("http://127.0.0.1:") {
+                break line;
+            }
+        };
+        // Whoever writes to a pipe that nobody reads ends.
+        tokio::spawn(async move { while let Ok(Some(_)) = said.next_line().await {} });
+        Self { issuer, _process: process }
+    }
+
+    /// Logs somebody in and returns their access token for `resource`.
+    async fn log_in(&self, login: &str, resource: &str) -> String {
+        let mut browser = Browser::default();
+        let discovery: Value =
+            serde_json::from_str(&browser.get(&format!("{}/.well-known/openid-configuration", self.issuer)).await.1)
+                .unwrap();
+        let endpoint = |name: &str| Url::parse(discovery[name].as_str().unwrap()).unwrap();
+        let verifier = URL_SAFE_NO_PAD.encode(rand::random::<[u8; 32]>());
+        let state = Uuid::new_v4().to_string();
+        let mut at = endpoint("authorization_endpoint");
+        at.query_pairs_mut().extend_pairs([
+            ("client_id", "browser"),
+            ("response_type", "code"),
+            ("redirect_uri", BACK),
+            ("scope", "openid gpu"),
+            ("resource", resource),
+            ("code_challenge", &URL_SAFE_NO_PAD.encode(Sha256::digest(&verifier))),
+            ("code_challenge_method", "S256"),
+            ("state", &state),
+        ]);
+        let back = browser.through_the_pages(at, login).await;
+        let answered: BTreeMap<_, _> = back.query_pairs().into_owned().collect();
+        assert_eq!((answered["state"].as_str(), answered["iss"].as_str()), (state.as_str(), self.issuer.as_str()));
+        let form = [
+            ("grant_type", "authorization_code"),
+            ("code", &answered["code"]),
+            ("redirect_uri", BACK),
+            ("client_id", "browser"),
+            ("code_verifier", &verifier),
+        ];
+        let (_, text) = browser.post(endpoint("token_endpoint").as_str(), &form).await;
+        let tokens: Value = serde_json::from_str(&text).unwrap();
+        tokens["access_token"].as_str().unwrap_or_else(|| panic!("no access token: {tokens}")).to_owned()
+    }
+}
+
+/// Keeps cookies, fills in forms, and follows redirects by hand, to see where they lead.
+struct Browser {
+    http: reqwest::Client,
+    cookies: BTreeMap<String, String>,
+}
+
+impl Default for Browser {
+    fn default() -> Self {
+        let http = reqwest::Client::builder().redirect(redirect::Policy::none()).build().unwrap();
+        Self { http, cookies: BTreeMap::new() }
+    }
+}
+
+impl Browser {
+    async fn get(&mut self, url: &str) -> (Option<String>, String) {
+        let request = self.http.get(url);
+        self.send(request).await
+    }
+
+    async fn post(&mut self, url: &str, form: &[(&str, &str)]) -> (Option<String>, String) {
+        let request = self.http.post(url).form(form);
+        self.send(request).await
+    }
+
+    /// Where it leads to, or what it shows.
+    async fn send(&mut self, request: reqwest::RequestBuilder) -> (Option<String>, String) {
+        let cookies: Vec<_> = self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let answer = request.header(COOKIE, cookies.join("; ")).send().await.unwrap();
+        self.keep_cookies(&answer);
+        let status = answer.status();
+        let leads_to = answer.headers().get(LOCATION).map(|value| value.to_str().unwrap().to_owned());
+        let text = answer.text().await.unwrap();
+        assert!(status.is_success() || status.is_redirection(), "{status}: {text}");
+        (leads_to, text)
+    }
+
+    fn keep_cookies(&mut self, answer: &Response) {
+        for cookie in answer.headers().get_all(SET_COOKIE) {
+            let (name, value) = cookie.to_str().unwrap().split(';').next().unwrap().split_once('=').unwrap();
+            if value.is_empty() {
+                self.cookies.remove(name);
+            } else {
+                self.cookies.insert(name.to_owned(), value.to_owned());
+            }
+        }
+    }
+
+    /// Logs in, consents, and comes back with the code.
+    async fn through_the_pages(&mut self, begin: Url, login: &str) -> Url {
+        let mut at = begin;
+        let mut answer = self.get(at.as_str()).await;
+        for _ in 0..12 {
+            let (leads_to, page) = answer;
+            if let Some(leads_to) = leads_to {
+                at = at.join(&leads_to).unwrap();
+                if at.as_str().starts_with(BACK) {
+                    return at;
+                }
+                answer = self.get(at.as_str()).await;
+            } else {
+                at = at.join(attribute(&page, "action")).unwrap();
+                let prompt = page.split("name=\"prompt\"").nth(1).map(|rest| attribute(rest, "value"));
+                let prompt = prompt.unwrap_or_else(|| panic!("no form that asks for anything: {page}"));
+                let form = [("prompt", prompt), ("login", login), ("password", "any")];
+                answer = self.post(at.as_str(), &form).await;
+            }
+        }
+        panic!("the log-in does not end; it stands at {at}");
+    }
+}
+
+fn attribute<'a>(page: &'a str, name: &str) -> &'a str {
+    let rest = page.split_once(&format!("{name}=\"")).unwrap_or_else(|| panic!("no {name} in {page}")).1;
+    rest.split_once('"').unwrap().0
+}
+
+/// Where deploy/test puts programs of others.
+fn tools() -> PathBuf {
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join(".dev/tools");
+    std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(beside, PathBuf::from)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_provider_that_somebody_else_wrote_logs_users_in() {
+    let foreign = Foreign::start().await;
+    // The second replica believes the foreign provider; the first one the world's own, which the world needs.
+    let plan = [
+        ("SVC_OIDC_ISSUER", foreign.issuer.as_str()),
+        ("SVC_OIDC_AUDIENCE", AUDIENCE),
+        ("SVC_OIDC_ALGORITHMS", "ES256"),
+        ("SVC_OIDC_CLAIM_USER_ID", "uid"),
+        ("SVC_OIDC_CLAIM_ROLES", "https://gpu.example/roles"),
+        ("SVC_OIDC_CLAIM_ORG_ID", "tenancy.org"),
+        ("SVC_OIDC_CLAIM_PROJECT_ID", "tenancy.project"),
+    ];
+    let plan = plan.iter().fold(World::plan().replicas(2), |plan, (name, value)| plan.variable_of(1, name, value));
+    let mut world = plan.start().await;
+    world.admin = world.at_replica(0, "admin");
+    world.user = world.at_replica(0, "user");
+    world.offer("h100", 8).await;
+
+    let at = world.replicas[1].public_url();
+    let bearer = |token: String| Client::new(world.authority.certificate_path(), &at, Some(token));
+    let (user_token, admin_token) =
+        (foreign.log_in("ann", AUDIENCE).await, foreign.log_in("admin-root", AUDIENCE).await);
+    let (user, admin) = (bearer(user_token.clone()), bearer(admin_token.clone()));
+
+    let skus = user.get("/api/v1/skus").await.ok();
+    assert_eq!(skus["items"][0]["name"], "h100", "{skus}");
+    user.once(Method::GET, "/api/v1/admin/nodes", None).await.refused(403, "forbidden");
+    admin.get("/api/v1/admin/nodes").await.ok();
+
+    // Who they are is taken from the configured claims.
+    let account = user.post("/api/v1/service-accounts", &serde_json::json!({ "name": "ci" })).await.created();
+    assert_eq!(account["owner_user_id"], "foreign:ann");
+    assert_eq!((&account["org_id"], &account["project_id"]), (&"acme".into(), &"p1".into()));
+    assert_eq!(account["plan"], Value::Null);
+
+    // A token of the same provider for another resource is none for this one, and neither is one of another provider.
+    let elsewhere = foreign.log_in("ann", "https://elsewhere.example/api").await;
+    let answer = bearer(elsewhere).once(Method::GET, "/api/v1/skus", None).await;
+    answer.refused(401, "unauthenticated");
+    let own = world.at_replica(1, "user").once(Method::GET, "/api/v1/skus", None).await;
+    own.refused(401, "unauthenticated");
+    bearer(user_token.clone()).once(Method::GET, "/api/v1/skus", None).await.ok();
+    world.keep_secret("a token of the foreign provider", &user_token);
+    world.keep_secret("a token of the foreign provider", &admin_token);
+    world.end().await;
+}

@@ -1,0 +1,58 @@
+// An OpenID provider of npm's oidc-provider, for one test. Prints its issuer when it listens, and ends with its standard input.
+import { once } from 'node:events';
+import { createServer } from 'node:http';
+import { webcrypto } from 'node:crypto';
+globalThis.crypto ??= webcrypto;
+const { default: Provider } = await import('oidc-provider');
+
+const audience = 'https://gpu.example/api';
+const newKey = async (kid) => {
+    const pair = await crypto.subtle.generateKey({ name: 'ECDSA', namedCurve: 'P-256' }, true, ['sign', 'verify']);
+    const { kty, crv, x, y, d } = await crypto.subtle.exportKey('jwk', pair.privateKey);
+    return { kty, crv, x, y, d, kid, use: 'sig', alg: 'ES256' };
+};
+
+const server = createServer();
+server.listen(0, '127.0.0.1');
+await once(server, 'listening');
+const issuer = `http://127.0.0.1:${server.address().port}`;
+
+const provider = new Provider(issuer, {
+    jwks: { keys: [await newKey('of-a-foreign-provider')] },
+    cookies: { keys: ['cookies of one test'] },
+    clients: [{
+        client_id: 'browser',
+        application_type: 'native',
+        token_endpoint_auth_method: 'none',
+        redirect_uris: ['http://127.0.0.1/back'],
+        grant_types: ['authorization_code'],
+        response_types: ['code'],
+        id_token_signed_response_alg: 'ES256',
+    }],
+    pkce: { required: () => true },
+    // Claims elsewhere than Keycloak has them: one named by a URL, others nested.
+    extraTokenClaims: (_, token) => ({
+        'https://gpu.example/roles': token.accountId?.startsWith('admin') ? ['user', 'admin'] : ['user'],
+        uid: `foreign:${token.accountId}`,
+        tenancy: { org: 'acme', project: 'p1' },
+    }),
+    findAccount: (_, id) => ({ accountId: id, claims: () => ({ sub: id }) }),
+    features: {
+        devInteractions: { enabled: true },
+        resourceIndicators: {
+            enabled: true,
+            defaultResource: () => audience,
+            useGrantedResource: () => true,
+            getResourceServerInfo: (_, indicator) => ({
+                audience: indicator,
+                scope: 'gpu',
+                accessTokenTTL: 600,
+                accessTokenFormat: 'jwt',
+                jwt: { sign: { alg: 'ES256' } },
+            }),
+        },
+    },
+});
+server.on('request', provider.callback());
+process.stdin.on('end', () => process.exit(0)).resume();
+console.log(issuer);
