@@ -148,6 +148,29 @@ ensure_nats() {
     fi
 }
 
+# The programs that look at the API's contract from outside, in a folder of their own: .dev/tools/contract.
+ensure_contract_tools() {
+    local wanted=$root/deploy/contract-tools.txt folder=$tools/contract
+    ! cmp -s "$wanted" "$folder/installed.txt" || return 0
+    say "taking the tools of deploy/contract-tools.txt from PyPI into .dev/tools/contract"
+    rm -rf "$folder"
+    mkdir -p "$tools"
+    python3 -m venv "$folder"
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
+        --requirement "$wanted" || fail "PyPI cannot be reached. The tests of the API's contract need what it has."
+    # Last, so that a half-made folder is made again.
+    cp "$wanted" "$folder/installed.txt"
+}
+
+# What the tests need beside that: a browser, and Python for the contract's tools.
+ensure_test_tools() {
+    local missing=()
+    have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
+    python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
+    [ "${#missing[@]}" -eq 0 ] || apt "${missing[@]}"
+    ensure_contract_tools
+}
+
 # Everything that building and running need.
 ensure_all() {
     ensure_rust
@@ -177,6 +200,4 @@ ensure_foreign_provider() {
         rm -rf "$to"
         mv "$to.new" "$to"
     fi
-    # Beside the modules that it imports, and as it stands in the checkout.
-    cp "$from/server.mjs" "$to/server.mjs"
 }

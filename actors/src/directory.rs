@@ -1,6 +1,11 @@
 //! Finds an entity wherever it lives and asks it: here, or through the bus at the member that owns its shard.
 
+mod limits;
+
+pub use limits::Unlimited;
+
 use crate::ask::{Answer, Answered, AskError, Asked};
+use crate::cells::Cells;
 use crate::host::Host;
 use crate::place::shard_of;
 use crate::ports::{Remote, RemoteError};
@@ -28,6 +33,8 @@ pub struct Directory {
     remote: Arc<dyn Remote>,
     /// How long a shard's owner is looked for, where that is less than a command's deadline.
     seeks_for: Option<TimeDelta>,
+    /// Of the rate limits whose shards are here.
+    cells: Arc<Cells>,
 }
 
 /// A command on its way to another member.
@@ -51,7 +58,7 @@ type Encoded = Result<Answered<serde_json::Value>, AskError<serde_json::Value>>;
 impl Directory {
     #[must_use]
     pub fn new(host: Arc<Host>, remote: Arc<dyn Remote>) -> Self {
-        Self { host, remote, seeks_for: None }
+        Self { host, remote, seeks_for: None, cells: Arc::default() }
     }
 
     /// The same, for those who rather come again than wait long for a shard that nobody holds.
@@ -122,6 +129,9 @@ impl Directory {
 
     /// Serves a command that came from another member; the answer is for it alone to read.
     pub async fn serve(&self, payload: &[u8]) -> Vec<u8> {
+        if let Some(answer) = self.serve_cell(payload) {
+            return answer;
+        }
         let answer = match serde_json::from_slice::<Request>(payload) {
             Ok(request) if request.v <= VERSION => request.entity.kind.visit(Serve { host: &self.host, request }).await,
             Ok(request) => Err(AskError::Unavailable { reason: format!("encoding {} is not understood", request.v) }),

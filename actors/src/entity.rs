@@ -2,12 +2,14 @@
 
 use crate::ask::{Answer, AskError};
 use crate::host::{Exit, Facts, Host, Memory, Slot};
-use crate::ports::Term;
-use crate::shell::{Ask, Input, Now, Output, Shell};
-use domain::{EntityRef, Machine};
+use crate::ports::{StoreError, Term};
+use crate::shell::{Ask, Input, Now, Output, Shell, words_of};
+use domain::{EntityRef, Machine, Outcome};
+use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use tokio::sync::oneshot;
 use uuid::Uuid;
@@ -106,15 +108,18 @@ impl<M: Machine> Hosted<M> {
             match output {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
-                    tell_later(myself, async move { Input::Loaded(host.store().load(entity).await) });
+                    let broke = |reason| Input::Loaded(Err(StoreError { reason }));
+                    tell_later(myself, async move { Input::Loaded(host.store().load(entity).await) }, broke);
                 }
                 Output::Commit(commit) => {
                     let host = Arc::clone(&self.host);
-                    tell_later(myself, async move { Input::Committed(host.store().commit(*commit).await) });
+                    let broke = |reason| Input::Committed(Outcome::Unknown { reason });
+                    tell_later(myself, async move { Input::Committed(host.store().commit(*commit).await) }, broke);
                 }
                 Output::LookUp(id) => {
                     let host = Arc::clone(&self.host);
-                    tell_later(myself, async move { Input::Looked(host.store().command(id).await) });
+                    let broke = |reason| Input::Looked(Err(StoreError { reason }));
+                    tell_later(myself, async move { Input::Looked(host.store().command(id).await) }, broke);
                 }
                 Output::Reply(token, answer) => {
                     let answer = self.if_it_may_be_true(answer);
@@ -153,11 +158,19 @@ impl<M: Machine> Hosted<M> {
     }
 }
 
-/// Runs `work` beside the mailbox and puts what came of it into the mailbox.
-fn tell_later<M: Machine>(myself: &ActorRef<Message<M>>, work: impl Future<Output = Input<M>> + Send + 'static) {
+/// Runs `work` beside the mailbox and puts what came of it into the mailbox. Where it breaks, `broke` says what that means: the entity
+/// must not wait for it for ever.
+fn tell_later<M: Machine>(
+    myself: &ActorRef<Message<M>>,
+    work: impl Future<Output = Input<M>> + Send + 'static,
+    broke: impl FnOnce(String) -> Input<M> + Send + 'static,
+) {
     let myself = myself.clone();
     tokio::spawn(async move {
-        let input = work.await;
+        let input = match AssertUnwindSafe(work).catch_unwind().await {
+            Ok(input) => input,
+            Err(panic) => broke(format!("the store panicked: {}", words_of(&*panic))),
+        };
         // An actor that is gone has answered its waiters already.
         let _ = myself.cast(Message::Tell(Box::new(input)));
     });

@@ -522,10 +522,24 @@ impl Host {
         failures.last_error.clone_from(&reason);
         if park || failures.recent.len() >= self.config.intensity {
             tracing::error!(entity.kind = %entity.kind, entity.id = %entity.id, error = %reason, "{entity} is parked");
-            failures.parked = Some(reason);
+            failures.parked = Some(reason.clone());
+            let store = Arc::clone(&self.store);
+            tokio::spawn(async move {
+                if let Err(error) = store.park(entity, reason).await {
+                    tracing::warn!(%entity, %error, "that the entity is parked is known here alone");
+                }
+            });
         } else {
             tracing::warn!(entity.kind = %entity.kind, entity.id = %entity.id, error = %reason, "{entity} failed");
         }
+    }
+
+    /// The entity was parked by an earlier owner of its shard, and nobody has restarted it.
+    pub fn keep_parked(&self, entity: EntityRef, reason: String) {
+        let mut failures = self.failures.entry(entity).or_default();
+        failures.last_at = Some(self.world.now());
+        failures.last_error.clone_from(&reason);
+        failures.parked = Some(reason);
     }
 
     /// An operator has looked: the entity's failures are forgotten and its actor, if it has one, is started anew. `false` where

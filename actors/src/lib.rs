@@ -5,6 +5,7 @@
 //! [`directory`] finds an entity wherever it lives. What the shell needs of the world stands in [`ports`].
 
 pub mod ask;
+pub mod cells;
 pub mod directory;
 mod entity;
 pub mod host;

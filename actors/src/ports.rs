@@ -14,6 +14,12 @@ pub trait Store: Send + Sync + 'static {
     fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome>;
     /// A command that was carried out before.
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>>;
+    /// Marks an entity as parked, for whoever owns its shard next. A mark of operation beside its state; where none is kept, the next
+    /// owner finds out by itself.
+    fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
+        let _ = (entity, reason);
+        Box::pin(std::future::ready(Ok(())))
+    }
 }
 
 #[derive(Clone, Debug, thiserror::Error)]

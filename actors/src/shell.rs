@@ -16,8 +16,9 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, Done, Snapshot, Timer};
-use domain::machine::Command as _;
+use domain::machine::{Command as _, Refused};
 use domain::policy::PolicyBook;
+use domain::redact::redact;
 use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcome, Step, Timestamp};
 use std::any::Any;
 use std::collections::VecDeque;
@@ -97,20 +98,39 @@ enum Phase<M: Machine> {
     Committing {
         ask: Ask<M>,
         next: Arc<M>,
-        reply: M::Reply,
-        effects: Vec<Effect>,
+        then: Then<M>,
         reloads: u8,
     },
     Looking {
         ask: Ask<M>,
         rejection: M::Rejection,
+        kept: Option<Kept<M>>,
+        reloads: u8,
     },
     Over,
 }
 
+/// What is said when the commit stands.
+#[derive(Debug)]
+enum Then<M: Machine> {
+    Answer {
+        reply: M::Reply,
+        effects: Vec<Effect>,
+    },
+    /// The commit keeps that it was refused, and nothing of the command.
+    Refuse(M::Rejection),
+}
+
+/// What is written of a refusal that has to be audited.
+#[derive(Debug)]
+struct Kept<M> {
+    commit: Box<Commit>,
+    next: Arc<M>,
+}
+
 /// What the machine made of a command.
 enum Decided<M: Machine> {
-    Rejected(M::Rejection),
+    Rejected { rejection: M::Rejection, kept: Option<Kept<M>> },
     Unchanged { reply: M::Reply, effects: Vec<Effect> },
     Changed { commit: Box<Commit>, next: Arc<M>, reply: M::Reply, effects: Vec<Effect> },
 }
@@ -232,18 +252,18 @@ impl<M: Machine> Shell<M> {
         // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
         match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, now))) {
             // Nothing is answered from a supposition.
-            Ok(Ok(Decided::Rejected(_) | Decided::Unchanged { .. })) if self.supposed => {
+            Ok(Ok(Decided::Rejected { .. } | Decided::Unchanged { .. })) if self.supposed => {
                 self.waiting.push_front(ask);
                 self.phase = Phase::Loading { reloads };
                 out.push(Output::Load);
             }
-            Ok(Ok(Decided::Rejected(rejection))) => match &ask.asked.command {
+            Ok(Ok(Decided::Rejected { rejection, kept })) => match &ask.asked.command {
                 // It may be refused because it was carried out before: then its first reply is the answer.
                 Some(key) if key.keep_reply => {
                     out.push(Output::LookUp(key.id));
-                    self.phase = Phase::Looking { ask, rejection };
+                    self.phase = Phase::Looking { ask, rejection, kept, reloads };
                 }
-                Some(_) | None => out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection)))),
+                Some(_) | None => self.reject(ask, rejection, kept, reloads, out),
             },
             Ok(Ok(Decided::Unchanged { reply, effects })) => {
                 out.push(Output::Reply(ask.token, self.answer(reply, How::Unchanged)));
@@ -251,7 +271,7 @@ impl<M: Machine> Shell<M> {
             }
             Ok(Ok(Decided::Changed { commit, next, reply, effects })) => {
                 out.push(Output::Commit(commit));
-                self.phase = Phase::Committing { ask, next, reply, effects, reloads };
+                self.phase = Phase::Committing { ask, next, then: Then::Answer { reply, effects }, reloads };
             }
             Ok(Err(error)) => {
                 let reason = format!("the next state cannot be written down: {error}");
@@ -261,6 +281,24 @@ impl<M: Machine> Shell<M> {
                 let reason = format!("{} panicked: {}", ask.command.name(), words_of(&*panic));
                 out.push(Output::Reply(ask.token, Err(AskError::Broken { reason: reason.clone() })));
                 self.die(reason, out);
+            }
+        }
+    }
+
+    /// Answers a refusal; one that has to be audited when that stands.
+    fn reject(
+        &mut self,
+        ask: Ask<M>,
+        rejection: M::Rejection,
+        kept: Option<Kept<M>>,
+        reloads: u8,
+        out: &mut Vec<Output<M>>,
+    ) {
+        match kept {
+            None => out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection)))),
+            Some(Kept { commit, next }) => {
+                out.push(Output::Commit(commit));
+                self.phase = Phase::Committing { ask, next, then: Then::Refuse(rejection), reloads };
             }
         }
     }
@@ -278,7 +316,11 @@ impl<M: Machine> Shell<M> {
         };
         let mut step = match M::decide(self.state.as_deref(), ask.command.clone(), &ctx) {
             Ok(step) => step,
-            Err(rejection) => return Ok(Decided::Rejected(rejection)),
+            Err(rejection) => {
+                let refused = self.state.as_ref().and_then(|state| state.audit_refusal(&ask.command, &rejection, &ctx));
+                let kept = refused.map(|refused| self.keep(ask, refused, &rejection, &ctx)).transpose()?;
+                return Ok(Decided::Rejected { rejection, kept });
+            }
         };
         let Some(next) = step.next.take() else {
             return Ok(Decided::Unchanged { reply: step.reply, effects: step.effects });
@@ -293,13 +335,38 @@ impl<M: Machine> Shell<M> {
             Some(key) => Some(CommandRecord {
                 id: key.id,
                 digest: key.digest,
-                reply: if key.keep_reply { Some(serde_json::to_string(&step.reply)?) } else { None },
+                reply: if key.keep_reply { Some(kept_reply(&step.reply)?) } else { None },
                 consumes: key.consumes,
             }),
         };
         // Ids of events come after those that the machine took for itself.
         let outbox = (1 << 32_u64..).zip(&step.events);
-        let right = ask.asked.by.rests_on(ask.command.action());
+        let bare = self.bare_commit(ask, next, ctx)?;
+        Ok(Commit {
+            why: step.why.clone(),
+            audit: step.audit.clone(),
+            outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
+            command,
+            rests_on: bare.rests_on.iter().chain(&step.rests_on).copied().collect(),
+            ..bare
+        })
+    }
+
+    /// The command is not remembered: it was not carried out, and may be when it comes again.
+    fn keep(
+        &self,
+        ask: &Ask<M>,
+        refused: Refused<M>,
+        rejection: &M::Rejection,
+        ctx: &Ctx<'_>,
+    ) -> Result<Kept<M>, serde_json::Error> {
+        let why = format!("refused: {rejection}");
+        let commit = Commit { why, audit: vec![refused.audit], ..self.bare_commit(ask, &refused.next, ctx)? };
+        Ok(Kept { commit: Box::new(commit), next: Arc::new(refused.next) })
+    }
+
+    /// The transition with nothing beside it.
+    fn bare_commit(&self, ask: &Ask<M>, next: &M, ctx: &Ctx<'_>) -> Result<Commit, serde_json::Error> {
         Ok(Commit {
             entity: self.entity(),
             shard: self.term.shard,
@@ -312,20 +379,20 @@ impl<M: Machine> Shell<M> {
             timer: timer_of(next),
             at: ctx.now,
             command_name: ask.command.name(),
-            why: step.why.clone(),
+            why: String::new(),
             actor: ask.asked.by.to_string(),
             correlation_id: ask.asked.correlation_id.clone(),
             traceparent: ask.asked.traceparent.clone(),
-            audit: step.audit.clone(),
-            outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
-            command,
-            rests_on: right.into_iter().chain(step.rests_on.iter().copied()).collect(),
+            audit: Vec::new(),
+            outbox: Vec::new(),
+            command: None,
+            rests_on: ask.asked.by.rests_on(ask.command.action()).into_iter().collect(),
         })
     }
 
     fn committed(&mut self, outcome: Outcome, out: &mut Vec<Output<M>>) {
-        let (ask, next, reply, effects, reloads) = match self.take_phase() {
-            Phase::Committing { ask, next, reply, effects, reloads } => (ask, next, reply, effects, reloads),
+        let (ask, next, then, reloads) = match self.take_phase() {
+            Phase::Committing { ask, next, then, reloads } => (ask, next, then, reloads),
             other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Looking { .. } | Phase::Over) => {
                 self.phase = other;
                 return;
@@ -336,8 +403,13 @@ impl<M: Machine> Shell<M> {
             Outcome::Applied => {
                 (self.state, self.supposed) = (Some(next), false);
                 self.version += 1;
-                out.push(Output::Reply(ask.token, self.answer(reply, How::Written)));
-                out.extend(effects.into_iter().map(Output::Perform));
+                match then {
+                    Then::Answer { reply, effects } => {
+                        out.push(Output::Reply(ask.token, self.answer(reply, How::Written)));
+                        out.extend(effects.into_iter().map(Output::Perform));
+                    }
+                    Then::Refuse(rejection) => refuse(AskError::Rejected(rejection), out),
+                }
             }
             Outcome::Conflict if reloads < MOST_RELOADS => {
                 self.waiting.push_front(ask);
@@ -362,8 +434,8 @@ impl<M: Machine> Shell<M> {
     }
 
     fn looked(&mut self, found: Result<Option<Done>, StoreError>, out: &mut Vec<Output<M>>) {
-        let (ask, rejection) = match self.take_phase() {
-            Phase::Looking { ask, rejection } => (ask, rejection),
+        let (ask, rejection, kept, reloads) = match self.take_phase() {
+            Phase::Looking { ask, rejection, kept, reloads } => (ask, rejection, kept, reloads),
             other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Committing { .. } | Phase::Over) => {
                 self.phase = other;
                 return;
@@ -371,7 +443,7 @@ impl<M: Machine> Shell<M> {
         };
         let answer = match found {
             Ok(Some(done)) => self.repeated(&ask, done),
-            Ok(None) => Err(AskError::Rejected(rejection)),
+            Ok(None) => return self.reject(ask, rejection, kept, reloads, out),
             Err(error) => Err(AskError::Unavailable { reason: error.to_string() }),
         };
         out.push(Output::Reply(ask.token, answer));
@@ -437,8 +509,15 @@ fn timer_of<M: Machine>(entity: &M) -> Option<Timer> {
     })
 }
 
+/// A reply as it is kept: what its fields call a secret is taken out (specification, *Idempotency record*).
+fn kept_reply(reply: &impl serde::Serialize) -> Result<String, serde_json::Error> {
+    let mut reply = serde_json::to_value(reply)?;
+    redact(&mut reply);
+    serde_json::to_string(&reply)
+}
+
 /// What a panic said.
-fn words_of(panic: &(dyn Any + Send)) -> &str {
+pub(crate) fn words_of(panic: &(dyn Any + Send)) -> &str {
     match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
         (Some(words), _) => words,
         (None, Some(words)) => words,

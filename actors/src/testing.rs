@@ -210,6 +210,8 @@ pub(crate) enum Fault {
     LostAfter,
     /// A constraint forbids it.
     Forbidden,
+    /// The store's own code breaks.
+    Panics,
 }
 
 /// A store in memory. What is asked of it takes `delay` and meets the next of `faults`.
@@ -234,7 +236,9 @@ impl Ledger {
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
-        self.faults.lock().unwrap().pop_front().unwrap_or(Fault::None)
+        let fault = self.faults.lock().unwrap().pop_front().unwrap_or(Fault::None);
+        assert!(!matches!(fault, Fault::Panics), "the store is broken");
+        fault
     }
 
     fn read<T>(fault: Fault, found: Option<T>) -> Result<Option<T>, StoreError> {
@@ -242,7 +246,7 @@ impl Ledger {
             Fault::Unreachable | Fault::LostBefore | Fault::LostAfter => {
                 Err(StoreError { reason: "unreachable".to_owned() })
             }
-            Fault::None | Fault::Disturbed | Fault::Forbidden => Ok(found),
+            Fault::None | Fault::Disturbed | Fault::Forbidden | Fault::Panics => Ok(found),
         }
     }
 }
@@ -270,7 +274,7 @@ impl Store for Ledger {
                     books.disturb(commit.entity);
                     books.commit(&commit)
                 }
-                Fault::Unreachable => Outcome::NotApplied { reason: "unreachable".to_owned() },
+                Fault::Unreachable | Fault::Panics => Outcome::NotApplied { reason: "unreachable".to_owned() },
                 Fault::LostBefore => lost(),
                 Fault::LostAfter => {
                     books.commit(&commit);

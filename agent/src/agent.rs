@@ -62,8 +62,8 @@ pub enum Fatal {
     )]
     NoEnrollmentToken,
     #[error(
-        "the node's certificate expired at {not_after} and this agent does not recover expired identities. Ask an administrator \
-         to reissue the node's enrollment, then run the restart command that comes with it"
+        "the node's certificate expired at {not_after} and SVC_ENROLLMENT_TOKEN is not set. Ask an administrator to reissue the \
+         node's enrollment, then run the restart command that comes with it"
     )]
     CertificateExpired { not_after: chrono::DateTime<Utc> },
     #[error("the control plane no longer speaks this agent's protocol ({}). Upgrade the agent", wire::PROTOCOL)]
@@ -182,23 +182,28 @@ pub async fn run_with(
     let boot_id = inventory::boot_id()?;
     let inventory = read_inventory(&gpus, executor.kind()).await;
 
-    let identity = match identities.load()? {
-        Some(identity) if identity.is_expired(Utc::now()) => {
+    let found = identities.load()?;
+    let way = if found.is_some() { enroll::Way::Recover } else { enroll::Way::Enroll };
+    let identity = match found {
+        Some(identity) if !identity.is_expired(Utc::now()) => identity,
+        Some(identity) if config.enrollment_token.is_none() => {
             return Err(Fatal::CertificateExpired { not_after: identity.not_after });
         }
-        Some(identity) => identity,
-        None => {
-            let newcomer = enroll::Newcomer {
+        Some(_) | None => {
+            let applicant = enroll::Applicant {
                 config: &config,
                 identities: &identities,
                 recovery_key: &recovery_key,
                 boot_id,
                 inventory: inventory.clone(),
+                verifier_set_version: verifiers.version(),
             };
-            tokio::select! {
-                enrolled = newcomer.enroll(&mut verifiers) => enrolled?,
+            let obtained = tokio::select! {
+                obtained = applicant.apply(way) => obtained?,
                 () = stop.cancelled() => return Ok(()),
-            }
+            };
+            enroll::follow(&identities, &config.verifier_set, &mut verifiers, &obtained.verifier_sets)?;
+            obtained.identity
         }
     };
     let api = Api::with_identity(&config, &identity)?;
@@ -214,6 +219,7 @@ pub async fn run_with(
         journal,
         session: RwLock::new(Session { api, identity }),
         verifiers: Mutex::new(verifiers),
+        recovering: tokio::sync::Mutex::default(),
         under_way: Mutex::default(),
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
@@ -238,6 +244,8 @@ struct Agent {
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
+    /// Held by the one part of the agent that recovers an expired identity; the others wait for it.
+    recovering: tokio::sync::Mutex<()>,
     /// Attempts that this process executes or reports, by task and attempt.
     under_way: Mutex<BTreeMap<(Uuid, u32), execute::Stage>>,
     /// The last task of each allocation, which the next one waits for.

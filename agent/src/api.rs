@@ -13,7 +13,7 @@ use secrecy::ExposeSecret as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use uuid::Uuid;
-use wire::enroll::{EnrollAnswer, EnrollRequest, RenewRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::error::{Envelope as ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
 use wire::task::{Envelope, ResultAnswer, TaskResult};
@@ -171,6 +171,22 @@ impl Api {
     /// [`ApiError`].
     pub async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, ApiError> {
         self.post("enroll", request).await
+    }
+
+    /// Asks for a nonce to sign.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn nonce(&self) -> Result<NonceAnswer, ApiError> {
+        read(send(self.request(Method::GET, "recover/nonce")).await?).await
+    }
+
+    /// Asks for the next identity with the spent token and the recovery key.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn recover(&self, request: &RecoverRequest) -> Result<EnrollAnswer, ApiError> {
+        self.post("recover", request).await
     }
 
     /// Asks for a new certificate.

@@ -58,6 +58,10 @@ enum Purpose {
     Enroll {
         token_sha256: String,
     },
+    /// The next identity after the one of this generation.
+    Recover {
+        identity_generation: u64,
+    },
     Renew,
 }
 
@@ -150,6 +154,14 @@ impl IdentityStore {
     pub fn pending_enrollment(&self, token: &Token) -> Result<Pending, IdentityError> {
         let token_sha256 = hex::encode(Sha256::digest(token.expose().as_bytes()));
         self.pending(Purpose::Enroll { token_sha256 })
+    }
+
+    /// The key and CSR for a recovery from this generation: those that were sent before, or new ones, stored.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn pending_recovery(&self, identity_generation: u64) -> Result<Pending, IdentityError> {
+        self.pending(Purpose::Recover { identity_generation })
     }
 
     /// The key and CSR for a renewal: those that were sent before, or new ones, stored.

@@ -1,7 +1,8 @@
 //! What a user or administrator is told when a command was not carried out: one table per machine, every rejection spelled out.
 
 use actors::AskError;
-use domain::{allocation, bindings, node, service_account, sku, tenant};
+use domain::policy::{Bounds, Key};
+use domain::{allocation, bindings, node, policy, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -205,8 +206,8 @@ impl Explain for tenant::Rejection {
                 conflict(format!("You have registered this key already, as {existing}; use that one."))
                     .detail("ssh_key_id", existing.to_string())
             }
-            R::TooManyKeys => {
-                conflict(format!("You have {} keys, which is the most; delete one first.", tenant::MAX_KEYS))
+            R::TooManyKeys { limit } => {
+                conflict(format!("You have {limit} keys, which is the most; delete one first."))
             }
             R::TooManyServiceAccounts { limit } => conflict(format!(
                 "You may have {limit} service accounts; delete one that nothing uses, then try again."
@@ -246,6 +247,78 @@ impl Explain for service_account::Rejection {
             .detail("policy_key", "auth.service_account_keys_max")
             .detail("limit", limit),
         }
+    }
+}
+
+impl Explain for policy::Rejection {
+    fn explain(self) -> ApiError {
+        use policy::Rejection as R;
+        match self {
+            R::OutOfBounds { key, value } => not_admitted(key, &value.to_string()),
+            R::Crosses { key, low, high, crossing } => {
+                let policy::Crossing { at, low: smallest, high: largest, with } = crossing;
+                let (low, high) = (low.name(), high.name());
+                let message = format!(
+                    "With this value {low} ({smallest}) would be over {high} ({largest}) from {at} on, for those whom the values \
+                     of scope {with} concern too; change the other one first."
+                );
+                policy_out_of_bounds(key, message).detail(
+                    "crosses",
+                    serde_json::json!({ low: smallest, high: largest, "at": at, "scope_kind": with.kind() }),
+                )
+            }
+            R::Differs { key, current } => {
+                let now = current.as_ref().map_or_else(|| "not set".to_owned(), ToString::to_string);
+                conflict(format!(
+                    "`old_value` is not what {} would be without this write: in this scope it is {now}. Look at it again and repeat.",
+                    key.name()
+                ))
+                .detail("field", "old_value")
+                .detail("current_value", serde_json::json!(current))
+            }
+            R::Past { now } => invalid(
+                format!("`effective_at` lies in the past (it is {now}); leave it out to set the value at once."),
+                "effective_at",
+            ),
+            R::TooFarAhead { latest } => {
+                invalid(format!("`effective_at` must be at {latest} at the latest."), "effective_at")
+            }
+            R::TooManyAhead { limit } => conflict(format!(
+                "{limit} values lie ahead, which is the most; wait until one has come to pass, or write it anew under its effective_at."
+            )),
+            R::TooManyScopes { limit } => conflict(format!(
+                "{limit} scopes have values of their own, which is the most; set this one for a plan or an organisation."
+            )),
+            rejection @ R::NotFound => unexpected(&rejection),
+        }
+    }
+}
+
+/// A value that its key does not take, and what it takes.
+pub fn not_admitted(key: Key, value: &str) -> ApiError {
+    let takes = match key.bounds() {
+        Bounds::Int { min, max, .. } => format!("a whole number from {min} to {max}"),
+        Bounds::Enum { of, .. } => format!("one of {}", of.join(", ")),
+        Bounds::Bool { .. } => "true or false".to_owned(),
+    };
+    policy_out_of_bounds(key, format!("{value} is no value of {}; it takes {takes}.", key.name()))
+}
+
+fn policy_out_of_bounds(key: Key, message: String) -> ApiError {
+    ApiError::new(Code::PolicyOutOfBounds, message)
+        .detail("field", "value")
+        .detail("key", key.name())
+        .detail("bounds", bounds_of(key))
+        .detail("default", serde_json::json!(key.default_value()))
+}
+
+/// What a key takes, as the API writes it.
+#[must_use]
+pub fn bounds_of(key: Key) -> serde_json::Value {
+    match key.bounds() {
+        Bounds::Int { min, max, .. } => serde_json::json!({ "min": min, "max": max }),
+        Bounds::Enum { of, .. } => serde_json::json!({ "enum": of }),
+        Bounds::Bool { .. } => serde_json::json!({ "enum": [true, false] }),
     }
 }
 
@@ -323,7 +396,7 @@ mod tests {
         for rejection in [
             tenant::Rejection::NotFound,
             tenant::Rejection::KeyExists { existing: SshKeyId(id) },
-            tenant::Rejection::TooManyKeys,
+            tenant::Rejection::TooManyKeys { limit: 100 },
             tenant::Rejection::OverQuota { limit: 1 },
             tenant::Rejection::TooManyServiceAccounts { limit: 20 },
         ] {
@@ -338,6 +411,24 @@ mod tests {
             service_account::Rejection::TooManyKeys { limit: 5 },
         ] {
             row(&mut table, "service account", &rejection.explain());
+        }
+        let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
+        let at = chrono::DateTime::UNIX_EPOCH;
+        let crossing = policy::Crossing { at, low: 2, high: 1, with: policy::Scope::Plan("gold".into()) };
+        for rejection in [
+            policy::Rejection::NotFound,
+            policy::Rejection::OutOfBounds { key: low, value: policy::Value::Int(1) },
+            policy::Rejection::OutOfBounds { key: Key::MaasEnabled, value: policy::Value::Int(1) },
+            policy::Rejection::OutOfBounds { key: Key::TerminalRecordingMode, value: policy::Value::Bool(true) },
+            policy::Rejection::Crosses { key: low, low, high, crossing },
+            policy::Rejection::Differs { key: low, current: None },
+            policy::Rejection::Differs { key: low, current: Some(policy::Value::Int(7)) },
+            policy::Rejection::Past { now: at },
+            policy::Rejection::TooFarAhead { latest: at },
+            policy::Rejection::TooManyAhead { limit: 20 },
+            policy::Rejection::TooManyScopes { limit: 7 },
+        ] {
+            row(&mut table, "policy value", &rejection.explain());
         }
         for error in [
             AskError::Denied,

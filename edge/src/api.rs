@@ -3,6 +3,7 @@
 mod access_token;
 mod allocation;
 mod asking;
+mod audit;
 mod document;
 mod field;
 mod health;
@@ -10,6 +11,7 @@ mod identity_keys;
 mod node;
 mod overview;
 mod platform_role;
+mod policy;
 mod routing;
 mod runtime;
 mod service_account;
@@ -22,6 +24,7 @@ mod tests;
 use crate::correlation::Service;
 use crate::error::Code;
 use crate::limits::{Concurrency, RequestTimeout, finished};
+use crate::rate_limit::Group;
 use crate::services::Services;
 use axum::{Extension, Router};
 use routing::{Routes, Row, Verb, Who};
@@ -38,27 +41,38 @@ const AT_ONCE: usize = 1024;
 pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
-        .layer(Extension(document::Document::of(&api)))
+        .layer(Extension(document::Document::of(&api, &services)))
         .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
     finished(router, Service { name: "api", tells_route: false })
 }
 
-/// A row: who, what, where => the handler, and what it may refuse beside what every route of its form may.
+/// A row: who, what, where (the group whose rate limit holds, where it is not `Api`) => the handler, and what it may refuse beside what
+/// every route of its form may.
 macro_rules! page {
-    ($($who:ident $verb:ident $path:literal => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+    ($($who:ident $verb:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
         Routes::new()$(.row(
             &Row {
                 who: Who::$who,
                 verb: Verb::$verb,
                 path: $path,
+                group: group!($($group)?),
                 operation_id: concat!(stringify!($noun), "_", stringify!($handler)),
                 tag: stringify!($noun),
                 refuses: &[$(Code::$refuses),*],
             },
             routes!($noun::$handler),
         ))+
+    };
+}
+
+macro_rules! group {
+    () => {
+        Group::Api
+    };
+    ($group:ident) => {
+        Group::$group
     };
 }
 
@@ -69,6 +83,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get      "/api/v1/readyz"                                   => health::readyz;
         Anyone Get      "/metrics"                                         => health::metrics;
         Anyone Get      "/api/v1/openapi.json"                             => document::openapi;
+        Anyone Get      "/api/v1/docs"                                     => document::page;
+        Anyone Get      "/api/v1/docs/reader.js"                           => document::reader;
 
         User   Get      "/api/v1/skus"                                     => sku::offered;
         Admin  Get      "/api/v1/admin/skus"                               => sku::list;
@@ -84,12 +100,16 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/nodes/{id}"                         => node::get, NotFound;
         Admin  Patch    "/api/v1/admin/nodes/{id}"                         => node::revise, NotFound, StateConflict, ProbeTargetDenied;
         Admin  Post     "/api/v1/admin/nodes/{id}/enrollment-token"        => node::issue_token, NotFound;
+        Admin  Post     "/api/v1/admin/nodes/{id}/reissue-enrollment"      => node::reissue_enrollment, NotFound;
+        Admin  Post     "/api/v1/admin/nodes/{id}/bootstrap-script"        => node::write_script, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/retire"                  => node::retire, NotFound, NodeInUse;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/reactivate"              => node::reactivate, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/remove"                  => node::remove, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/quarantine"              => node::quarantine, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
         Admin  Get      "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
+
+        Admin  Get      "/api/v1/admin/audit-log"                          => audit::log;
 
         User   Get      "/api/v1/allocations"                              => allocation::list;
         User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientCapacity, ConcurrencyLimitExceeded;
@@ -117,7 +137,12 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;
         Admin  Delete   "/api/v1/admin/platform-roles/bindings"            => platform_role::revoke, NotFound;
 
-        Admin  Get      "/api/v1/admin/overview"                           => overview::overview;
+        Admin  Get      "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
+
+        Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
+        Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
+        Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

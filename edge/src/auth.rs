@@ -60,6 +60,17 @@ impl Caller {
     pub fn is_admin(&self) -> bool {
         self.roles.contains(ADMIN)
     }
+
+    /// # Errors
+    /// `forbidden` where the caller has not the role `admin`.
+    pub fn into_admin(self) -> Result<Admin, ApiError> {
+        if self.is_admin() {
+            return Ok(Admin(self));
+        }
+        Err(ApiError::forbidden("This route needs the role `admin`.")
+            .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
+            .because(format!("caller {} is no admin", self.user_id)))
+    }
 }
 
 /// A caller with the role `admin`; anybody else is answered `forbidden`.
@@ -124,6 +135,12 @@ impl Authenticator {
     #[must_use]
     pub const fn service_tokens(&self) -> Option<&ServiceTokens> {
         self.service_tokens.as_ref()
+    }
+
+    /// Whose tokens are believed: the identity provider's name, under which its discovery document lies.
+    #[must_use]
+    pub fn issuer(&self) -> &str {
+        &self.rules.issuer
     }
 
     /// The provider's keys, for a forced refresh.
@@ -253,13 +270,7 @@ where
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
-        let caller = Caller::from_request_parts(parts, state).await?;
-        if caller.is_admin() {
-            return Ok(Self(caller));
-        }
-        Err(ApiError::forbidden("This route needs the role `admin`.")
-            .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
-            .because(format!("caller {} is no admin", caller.user_id)))
+        Caller::from_request_parts(parts, state).await?.into_admin()
     }
 }
 

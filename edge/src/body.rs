@@ -125,10 +125,26 @@ pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let essence = given.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let is_json = essence == "application/json" || (essence.starts_with("application/") && essence.ends_with("+json"));
-    if is_json {
-        return Ok(());
+    let refuse = |message: &'static str| Err(ApiError::new(Code::UnsupportedMediaType, message));
+    if !is_json {
+        return refuse("Send the body as JSON, with Content-Type: application/json.");
     }
-    Err(ApiError::new(Code::UnsupportedMediaType, "Send the body as JSON, with Content-Type: application/json."))
+    let charset =
+        given.split(';').skip(1).filter_map(|parameter| parameter.split_once('=')).find_map(|(name, value)| {
+            name.trim().eq_ignore_ascii_case("charset").then(|| value.trim().trim_matches('"'))
+        });
+    if charset.is_some_and(|charset| !charset.eq_ignore_ascii_case("utf-8")) {
+        return refuse("Send the body in UTF-8, as all JSON between systems is (RFC 8259, section 8.1).");
+    }
+    // Not unpacked: a small compressed body can be a huge one.
+    if headers
+        .get_all(header::CONTENT_ENCODING)
+        .iter()
+        .any(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"identity"))
+    {
+        return refuse("Send the body as it is, without Content-Encoding.");
+    }
+    Ok(())
 }
 
 /// Reads a body within its [`BodyLimit`].

@@ -3,14 +3,22 @@
 //! It is the only source of what a node needs to enroll. The paths in it are those of an installed agent; a machine that keeps its
 //! files elsewhere says so by flags of the agent, not by changing the bundle.
 
+use crate::error::ApiError;
 use crate::services::Services;
 use domain::NodeId;
 use secrecy::{ExposeSecret, SecretString};
+use std::fmt::Write as _;
 use wire::Token;
-use wire::bundle::{BootstrapBundle, fingerprint};
+use wire::bundle::env_file::quote;
+use wire::bundle::{BootstrapBundle, fingerprint, names};
 
-/// The agent's folder on an installed node.
+/// The agent's folder on an installed node, its environment file and its unit (`deploy/systemd`).
 const AGENT_FOLDER: &str = "/var/lib/gpuaas-agent";
+const ENV_FILE: &str = "/etc/gpuaas/agent.env";
+const UNIT: &str = "gpuaas-agent.service";
+
+/// What the script does; what it does it with stands before it, quoted.
+const SCRIPT: &str = include_str!("bundle/bootstrap.sh");
 
 /// The bundle that carries `token`, for the one node that the token was issued to. It is a secret from here on: its answer is not
 /// stored (`Cache-Control: no-store`).
@@ -33,3 +41,55 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
         package: None,
     }
 }
+
+/// A POSIX shell script that sets a machine up with the bundle, as often as it is run.
+///
+/// # Errors
+/// `internal_error` where a value holds a NUL, which no file of an environment can carry.
+pub fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
+    script(bundle, ENV_FILE, UNIT)
+}
+
+fn script(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<String, ApiError> {
+    let environment = bundle.to_env_file().map_err(ApiError::internal)?;
+    let values = [
+        ("node_id", bundle.node_id.to_string().as_str()),
+        ("env_file", env_file),
+        ("environment", &environment),
+        ("unit", unit),
+        ("ca_path", &bundle.ca_bundle_path),
+        ("ca_pem", &bundle.ca_bundle_pem),
+        ("ca_fingerprint", &bundle.ca_bundle_fingerprint),
+        ("cert_path", &bundle.cert_path),
+        ("key_path", &bundle.key_path),
+    ]
+    .map(|(name, value)| format!("{name}={}\n", quote(value)));
+    let (first, rest) = SCRIPT.split_once('\n').unwrap_or(("", SCRIPT));
+    Ok([first, "\n", &values.concat(), rest].concat())
+}
+
+/// One command for a shell of root on the node's machine: it puts the new token into the agent's environment file, removes the
+/// certificate and key that there are, and restarts the agent.
+///
+/// # Errors
+/// `internal_error` where a value holds a NUL.
+pub fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiError> {
+    command(bundle, ENV_FILE, UNIT)
+}
+
+fn command(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<String, ApiError> {
+    let [file, new] = [env_file.to_owned(), format!("{env_file}.new")].map(|path| quote(&path));
+    let token = names::ENROLLMENT_TOKEN;
+    let line = quote(&format!("{token}={}", quote(bundle.enrollment_token.expose())));
+    let mut steps =
+        format!("umask 077; {{ grep -v '^{token}=' {file}; printf '%s\\n' {line}; }} >{new}; mv -f {new} {file}; ");
+    let _ = write!(steps, "rm -f {} {}; ", quote(&bundle.cert_path), quote(&bundle.key_path));
+    let _ = write!(steps, "systemctl restart {}", quote(unit));
+    if steps.contains('\0') {
+        return Err(ApiError::internal("a value of the bundle holds a NUL"));
+    }
+    Ok(format!("sh -u -c {}", quote(&steps)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -5,13 +5,16 @@
 //! with the command's commit, for a day, so that a repetition gets the first answer on any replica, and another request under
 //! the same key is refused.
 
-use actors::CommandKey;
 use actors::place::{command_id, digest_of};
+use actors::{Answered, CommandKey};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::response::{IntoResponseParts, ResponseParts};
 use domain::{CommandId, Principal};
+use prometheus::core::{AtomicU64, GenericCounter};
+use prometheus::{Opts, Registry};
 use serde::Serialize;
 use std::convert::Infallible;
+use std::sync::LazyLock;
 
 use crate::error::ApiError;
 
@@ -21,6 +24,8 @@ pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key
 pub const IDEMPOTENCY_REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// The longest key, in characters.
 pub const MAX_LEN: usize = 255;
+/// What a key is made of, for the API's description. (Blanks around a header's value are not part of it.)
+pub const PATTERN: &str = "^[!-~]([ -~]*[!-~])?$";
 
 /// What a client calls its request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -110,6 +115,58 @@ impl IntoResponseParts for Replayed {
             parts.headers_mut().insert(IDEMPOTENCY_REPLAYED, HeaderValue::from_static("true"));
         }
         Ok(parts)
+    }
+}
+
+/// What becomes of requests with a key (specification, *Observability surface*). Of the process, whoever serves.
+pub static COUNTERS: LazyLock<Counters> = LazyLock::new(Counters::new);
+
+/// See [`COUNTERS`].
+pub struct Counters {
+    persisted_json: GenericCounter<AtomicU64>,
+    skipped_empty: GenericCounter<AtomicU64>,
+    skipped_non_json: GenericCounter<AtomicU64>,
+    replays_served: GenericCounter<AtomicU64>,
+}
+
+impl Counters {
+    fn new() -> Self {
+        // Fixed names that fit: what could fail here fails in every test.
+        let counter = |name: &str, help: &str| {
+            GenericCounter::with_opts(Opts::new(format!("api_idempotency_{name}_total"), help))
+                .unwrap_or_else(|error| unreachable!("api_idempotency_{name}_total: {error}"))
+        };
+        Self {
+            persisted_json: counter("persisted_body_json", "Replies kept for repetitions, sanitised."),
+            skipped_empty: counter(
+                "skipped_body_empty",
+                "Requests with a key that changed nothing: there is no reply to keep.",
+            ),
+            skipped_non_json: counter("skipped_body_non_json", "Replies that are no JSON and are not kept."),
+            replays_served: counter("replays_served", "Repetitions that got the first answer."),
+        }
+    }
+
+    /// # Errors
+    /// Where the registry has metrics of these names.
+    pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
+        let all = [&self.persisted_json, &self.skipped_empty, &self.skipped_non_json, &self.replays_served];
+        all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
+    }
+
+    /// A request with a key was answered by its machine.
+    pub(crate) fn answered<R>(&self, answered: &Answered<R>) {
+        let counter = match (answered.replayed, answered.written) {
+            (true, _) => &self.replays_served,
+            (false, true) => &self.persisted_json,
+            (false, false) => &self.skipped_empty,
+        };
+        counter.inc();
+    }
+
+    /// A request with a key was answered with something else than JSON.
+    pub fn answered_otherwise(&self) {
+        self.skipped_non_json.inc();
     }
 }
 

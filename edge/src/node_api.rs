@@ -10,18 +10,24 @@ mod gate;
 mod handed;
 mod heartbeat;
 mod inventory;
+pub mod nonce;
+mod page;
 mod proof;
+mod recovery;
 mod result;
 mod spoken;
 #[cfg(test)]
 mod tests;
 mod wait;
 
+pub use page::{NodeRoute, PAGE, Shows};
+
 use crate::body::BodyLimit;
 use crate::correlation::{Scope, Service, no_store};
 use crate::error::ApiError;
 use crate::identity::TrustDomain;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
+use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
@@ -40,7 +46,8 @@ use std::time::Duration;
 struct NodeApi {
     services: Services,
     handed: Arc<handed::Handed>,
-    gate: Arc<gate::Gate>,
+    /// What each address has used up of enrollments.
+    enrolling: Arc<AddressLimit>,
 }
 
 impl FromRef<NodeApi> for TrustDomain {
@@ -65,10 +72,12 @@ const WAIT_WITHIN: Duration = Duration::from_secs(wait::LONGEST as u64 + 20);
 
 /// The routes.
 pub fn router(services: Services) -> Router {
-    let api = NodeApi { services, handed: Arc::default(), gate: Arc::new(gate::Gate::of_enrollment()) };
+    let api = NodeApi { services, handed: Arc::default(), enrolling: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))
+        .route("/internal/v1/nodes/{id}/recover/nonce", get(recovery::nonce))
+        .route("/internal/v1/nodes/{id}/recover", post(recovery::recover))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let speaking = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
@@ -175,6 +184,7 @@ fn unexpected(reply: &Reply) -> ApiError {
         Reply::Node { .. } => "node",
         Reply::TokenIssued { .. } => "token_issued",
         Reply::Enrolled { .. } => "enrolled",
+        Reply::CloneSuspected => "clone_suspected",
         Reply::Work { .. } => "work",
         Reply::Heard { .. } => "heard",
         Reply::Reserved { .. } => "reserved",

@@ -33,6 +33,7 @@ pub struct PageQuery {
     #[allow(dead_code)]
     limit: Option<u32>,
     /// Where the page begins: the `next_page` of the page before, with the same filter.
+    #[param(pattern = "^[A-Za-z0-9_-]{55}$")]
     #[allow(dead_code)]
     page_token: Option<String>,
 }

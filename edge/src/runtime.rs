@@ -2,10 +2,11 @@
 //! the shapes (decisions 7, *runtime*).
 
 use chrono::{DateTime, Utc};
-use domain::EntityRef;
+use domain::{EntityRef, Kind};
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use utoipa::openapi::schema::{Object, ObjectBuilder, SchemaType, Type};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
@@ -39,10 +40,10 @@ pub struct RuntimeError(pub String);
 #[into_params(parameter_in = Query)]
 pub struct TreeFilter {
     /// Entities of this kind.
-    #[param(example = "allocation")]
+    #[param(schema_with = kinds)]
     pub kind: Option<String>,
     /// Entities in this state of their machine.
-    #[param(example = "provisioning")]
+    #[param(example = "provisioning", max_length = 64, pattern = r"^[^\u0000-\u001f\u007f-\u009f]*$")]
     pub state: Option<String>,
     /// Entities past their deadline.
     pub overdue: Option<bool>,
@@ -51,6 +52,15 @@ pub struct TreeFilter {
     /// At most so many entities, 1 to 1000; 100 where it is not given.
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u32>,
+}
+
+/// What kinds of entities there are, for the API's description.
+#[must_use]
+pub fn kinds() -> Object {
+    ObjectBuilder::new()
+        .schema_type(SchemaType::new(Type::String))
+        .enum_values(Some(Kind::ALL.iter().map(|kind| kind.as_str())))
+        .build()
 }
 
 /// The supervision tree of the cluster.

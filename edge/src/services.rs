@@ -3,10 +3,12 @@
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::identity::TrustDomain;
+use crate::node_api::nonce::Nonces;
 use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
+use crate::rate_limit::RateLimiter;
 use crate::runtime::Runtime;
 use crate::tls::connections::Connections;
 use actors::Directory;
@@ -28,6 +30,7 @@ pub struct Parts {
     pub world: Arc<dyn World>,
     pub runtime: Arc<dyn Runtime>,
     pub authenticator: Arc<Authenticator>,
+    pub limiter: RateLimiter,
     /// Opens the forced refresh of the provider's keys; without it that route is not there.
     pub jwks_refresh_token: Option<InternalToken>,
     pub probe: Probe,
@@ -53,6 +56,8 @@ pub struct Trust {
     pub bootstrap_verifier_keys: Vec<String>,
     /// By what agents trust the API's certificate, PEM.
     pub api_ca_pem: String,
+    /// Makes the nonces of recoveries, and knows them again.
+    pub nonces: Nonces,
     /// Seals what is kept of a request and must not be readable at rest.
     pub at_rest: Arc<KeyRing>,
 }

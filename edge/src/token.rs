@@ -26,6 +26,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
+    pub const ALL: [Self; 2] = [Self::Enrollment, Self::ServiceAccountKey];
+
     #[must_use]
     pub const fn prefix(self) -> &'static str {
         match self {

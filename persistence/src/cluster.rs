@@ -14,6 +14,12 @@ use uuid::Uuid;
 /// The bits of an epoch below its incarnation.
 const TERM_BITS: u32 = 32;
 
+/// The incarnation of the cluster in which an epoch began.
+#[must_use]
+pub const fn incarnation_of(epoch: Epoch) -> i64 {
+    epoch.0 >> TERM_BITS
+}
+
 /// A running process, as it reports itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Member {
@@ -43,7 +49,7 @@ pub struct Ownership {
 /// The cluster's books.
 #[derive(Clone, Debug)]
 pub struct Cluster {
-    pool: PgPool,
+    pub(crate) pool: PgPool,
 }
 
 impl Cluster {

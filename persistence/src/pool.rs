@@ -1,7 +1,9 @@
 //! How this process reaches Postgres.
 
+mod kept;
 mod undelayed;
 
+pub(crate) use kept::Kept;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::Connection as _;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
@@ -13,7 +15,8 @@ use undelayed::undelayed;
 /// A connection that rested longer is asked whether it lives before a statement is trusted to it.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// Where the database is and how many connections the reads may hold. The committer's workers hold one more each.
+/// Where the database is and how many connections the reads may hold, and everything else that is neither a read nor a
+/// commit likewise. The committer's workers hold one more each.
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
     /// `postgres://user:password@host:port/database`; client certificates by `sslcert` and `sslkey`; a socket's folder by

@@ -10,13 +10,15 @@ mod policy;
 mod shard;
 mod waiting;
 
-pub use audit::{AuditFilter, AuditPlace, AuditRow};
+pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
 pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, StateCount};
 pub use gpus::GpuCount;
+pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
+use crate::pool::Kept;
 use sqlx::PgPool;
 
 /// The most rows of one page.
@@ -26,12 +28,13 @@ pub const PAGE_MAX: u32 = 1000;
 #[derive(Clone, Debug)]
 pub struct Reads {
     pool: PgPool,
+    kept: Kept,
 }
 
 impl Reads {
     #[must_use]
-    pub const fn new(pool: PgPool) -> Self {
-        Self { pool }
+    pub fn new(pool: PgPool) -> Self {
+        Self { kept: Kept::like(&pool), pool }
     }
 }
 

@@ -1,5 +1,6 @@
 //! One process of the control plane: the supervision tree, the cluster, the workers, and the commands of `gpuaas`.
 
+pub mod audit_command;
 pub mod cluster;
 pub mod config;
 pub mod dev;

@@ -2,6 +2,7 @@
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
+use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
@@ -28,8 +29,13 @@ enum Command {
     },
     /// Starts a whole environment on this machine and runs the main job in it.
     Dev(DevArgs),
+    /// To be run once on a database that was restored from a backup, while no member runs: what it has forgotten must not be taken for
+    /// something new. Frees every shard and lifts every epoch.
+    BeginIncarnation,
     /// Shows the supervision tree of the running cluster.
     Tree(TreeArgs),
+    /// Verifies the audit log, shows its heads, drops an old month of it.
+    Audit(AuditArgs),
 }
 
 #[tokio::main]
@@ -37,7 +43,7 @@ async fn main() -> ExitCode {
     // There is one provider in the whole graph; a second call could only be a mistake of ours.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     match run(Arguments::parse()).await {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             use std::io::Write;
             let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
@@ -46,16 +52,23 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn run(arguments: Arguments) -> anyhow::Result<()> {
+async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments.command {
         Command::Serve { roles } => {
             logging::start()?;
             logging::short_panics();
             let mut config = config::Config::from_environment()?;
             config.roles = config::parse_roles(&roles)?;
-            serve::serve(config).await
+            serve::serve(config).await?;
         }
-        Command::Dev(args) => dev::run(args).await,
-        Command::Tree(args) => tree_command::run(args).await,
+        Command::Dev(args) => dev::run(args).await?,
+        Command::BeginIncarnation => {
+            let incarnation = serve::begin_incarnation().await?;
+            use std::io::Write;
+            writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
+        }
+        Command::Tree(args) => tree_command::run(args).await?,
+        Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
+    Ok(ExitCode::SUCCESS)
 }

@@ -5,6 +5,7 @@ use crate::cluster::View;
 use crate::cluster::bus::Bus;
 use crate::cluster::gather::{answer_all, ask_all};
 use crate::supervisor::Supervisor;
+use crate::tree::BESIDE;
 use actors::Host;
 use actors::host::EntityRow;
 use actors::place::shard_of;
@@ -15,8 +16,9 @@ use edge::runtime::{
 };
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use persistence::committer::WorkerStatus;
 use persistence::read::{Waiting, WaitingFilter};
-use persistence::{Cluster, Reads};
+use persistence::{Cluster, Committer, Reads};
 use prometheus::{Encoder, Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,6 +34,7 @@ pub struct Operations {
     pub bus: Bus,
     pub host: Arc<Host>,
     pub supervisor: Supervisor,
+    pub committer: Committer,
     pub reads: Reads,
     pub cluster: Cluster,
     pub registry: Registry,
@@ -107,7 +110,21 @@ impl Operations {
             restarts: row.restarts,
             last_error: row.last_error,
         };
-        self.supervisor.rows().into_iter().map(node).collect()
+        self.supervisor.rows().into_iter().map(node).chain(self.lanes()).collect()
+    }
+
+    /// The committer's workers look after themselves; here they are shown.
+    fn lanes(&self) -> Vec<WorkerNode> {
+        let row = |(lane, at): (usize, WorkerStatus)| WorkerNode {
+            name: format!("committer-{}", lane + 1),
+            under: "root".to_owned(),
+            what: format!("commits transitions: {} wait, {} batches so far", at.waiting, at.batches),
+            state: if at.connected { "running" } else { "backing_off" }.to_owned(),
+            since: self.view.me.started_at,
+            restarts: 0,
+            last_error: at.last_error,
+        };
+        self.committer.workers().into_iter().enumerate().map(row).collect()
     }
 
     async fn gather(&self, ids: Vec<Uuid>) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
@@ -180,11 +197,12 @@ impl Operations {
         Ok(Some(shown(&at, row, &self.owners())))
     }
 
-    async fn restart(&self, entity: EntityRef) -> bool {
+    async fn restart(&self, entity: EntityRef) -> Result<bool, RuntimeError> {
+        self.cluster.unpark(entity).await?;
         let question = Question::Restart { entity };
         let own = self.say(&question);
         let gathered = ask_all(&self.bus, &self.view, &question, own).await;
-        gathered.answers.values().any(|said| matches!(said, Said::Restarted(true)))
+        Ok(gathered.answers.values().any(|said| matches!(said, Said::Restarted(true))))
     }
 
     /// Who owns each shard, by id and name.
@@ -237,8 +255,14 @@ impl Operations {
         let member = member.to_owned();
         // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
         let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
-        let ready = [&store, &shards, &member].into_iter().all(|check| check == "ok");
-        let checks = [("postgres", store), ("shards", shards), ("membership", member), ("nats", bus)];
+        let rows = self.supervisor.rows().into_iter();
+        let parked: Vec<_> = rows.filter(|row| row.state == "parked").map(|row| row.name).collect();
+        let serving_needs = |name: &&String| !BESIDE.contains(&name.as_str());
+        let parked: Vec<_> = parked.iter().filter(serving_needs).map(String::as_str).collect();
+        let workers = if parked.is_empty() { "ok".to_owned() } else { format!("parked: {}", parked.join(", ")) };
+        let ready = [&store, &shards, &member, &workers].into_iter().all(|check| check == "ok");
+        let checks =
+            [("postgres", store), ("shards", shards), ("membership", member), ("workers", workers), ("nats", bus)];
         Readiness { ready, checks: checks.map(|(name, check)| (name.to_owned(), check)).into() }
     }
 }
@@ -284,7 +308,7 @@ impl Runtime for Reported {
     }
 
     fn restart_entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
-        self.0.restart(entity).map(Ok).boxed()
+        self.0.restart(entity).boxed()
     }
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {

@@ -8,10 +8,11 @@ use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
+use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
-use crate::workers::{housekeeping, timers};
+use crate::workers::{housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
@@ -26,11 +27,13 @@ use edge::identity::TrustDomain;
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
+use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
 use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
 use futures::FutureExt;
+use persistence::audit::Sealer;
 use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
@@ -77,6 +80,7 @@ struct Process {
     registry: Registry,
     committed: mpsc::Sender<Vec<OutboxRow>>,
     relay: Arc<Relay>,
+    audit_seal: Arc<AuditSeal>,
     polls: Polls,
     connections: Connections,
     stop_listening: CancellationToken,
@@ -98,10 +102,25 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Begins an incarnation of the cluster on a restored database.
+///
+/// # Errors
+/// Where the database cannot be reached, or a member still lives.
+pub async fn begin_incarnation() -> anyhow::Result<i64> {
+    let pool = open_database(&Config::from_environment()?).await?;
+    let cluster = Cluster::new(pool);
+    let living = cluster.living(crate::cluster::SILENCE).await?;
+    if let Some(heard) = living.first() {
+        anyhow::bail!("{} still runs; stop every member first", heard.member.name);
+    }
+    Ok(cluster.begin_incarnation().await?)
+}
+
 impl Process {
     async fn start(config: Config) -> anyhow::Result<Self> {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
+        edge::idempotency::COUNTERS.register(&registry)?;
         let pool = open_database(&config).await?;
         let reads = Reads::new(pool.clone());
         let member = MemberId(Uuid::new_v4());
@@ -113,14 +132,24 @@ impl Process {
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
-        let effects = Nudges { polls: polls.clone(), connections: connections.clone(), bus: bus.clone() };
+        let effects = Nudges {
+            polls: polls.clone(),
+            connections: connections.clone(),
+            here: Arc::clone(&here),
+            bus: bus.clone(),
+        };
         let look = Arc::new(Notify::new());
-        let store = Durable { committer: committer.clone(), reads: reads.clone(), fenced: Arc::clone(&look) };
+        // Of its own, so that a busy pool never makes a living member look dead.
+        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
+        let store = Durable {
+            committer: committer.clone(),
+            reads: reads.clone(),
+            fenced: Arc::clone(&look),
+            cluster: cluster.clone(),
+        };
         let world = Arc::clone(&here);
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(effects), world);
         let directory = Directory::new(Arc::clone(&host), Arc::new(bus.clone()));
-        // Of its own, so that a busy pool never makes a living member look dead.
-        let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
         let supervisor = Supervisor::start().await?;
         let takes_shards = config.roles.contains(&Role::Entities);
         let owner = Owner::new(
@@ -138,10 +167,15 @@ impl Process {
             bus: bus.clone(),
             host: Arc::clone(&host),
             supervisor: supervisor.clone(),
+            committer: committer.clone(),
             reads: reads.clone(),
             cluster,
             registry: registry.clone(),
         };
+        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;
+        let sealer = Sealer::new(pool.clone(), member, audit_key);
+        let audit_seal = AuditSeal::new(Arc::clone(&host), bus.clone(), sealer, SealMetrics::register(&registry)?);
         let relay = Arc::new(Relay::new(bus.clone(), Outbox::new(pool.clone()), rows));
         Ok(Self {
             config,
@@ -159,6 +193,7 @@ impl Process {
             registry,
             committed,
             relay,
+            audit_seal: Arc::new(audit_seal),
             polls,
             connections,
             stop_listening: CancellationToken::new(),
@@ -182,6 +217,7 @@ impl Process {
             world: Arc::clone(&self.here) as Arc<dyn actors::ports::World>,
             runtime: Arc::new(Reported(Arc::clone(&self.operations))),
             authenticator: Arc::new(authenticator),
+            limiter: RateLimiter::register(self.directory.clone(), &self.registry)?,
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
@@ -217,10 +253,14 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
-        works.insert("rest", work(&self.host, housekeeping::rest));
+        works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
+        let figures = housekeeping::Figures::new(&self.registry)?;
+        let resting = (Arc::clone(&self.host), Outbox::new(self.pool.clone()), figures);
+        works.insert("rest", work(&resting, |(host, outbox, figures)| housekeeping::rest(host, outbox, figures)));
         works.insert("sweep", work(&self.pool, housekeeping::sweep));
-        let policy = (Arc::clone(&self.here), self.reads.clone());
-        works.insert("policy", work(&policy, |(here, reads)| housekeeping::read_policy(here, reads)));
+        let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
+        works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));
+        works.insert("policy-words", work(&values, |(here, _, bus)| policy::listen(here, bus)));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",
@@ -308,6 +348,8 @@ impl Process {
                 "entities" => {
                     self.supervisor.stop("beat").await;
                     self.supervisor.stop("ownership").await;
+                    // Where nobody takes over, the log is left sealed.
+                    while self.audit_seal.turn().await {}
                     self.owner.leave().await;
                 }
                 "outbox-relay" => self.committer.close().await,
@@ -353,6 +395,7 @@ impl Listening {
 struct Nudges {
     polls: Polls,
     connections: Connections,
+    here: Arc<Here>,
     bus: Bus,
 }
 
@@ -361,6 +404,8 @@ impl Effects for Nudges {
         let nudge = match effect {
             Effect::WakeNode(node) => Nudge::Wake(node),
             Effect::CloseNode(node) => Nudge::Close(node),
+            // The others hear of the event.
+            Effect::ReadPolicy => return self.here.policy_written.notify_one(),
         };
         act(nudge, &self.polls, &self.connections);
         let bus = self.bus.clone();

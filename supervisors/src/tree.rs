@@ -55,7 +55,9 @@ pub const TREE: &[Row] = &[
     row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
+    row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
@@ -66,6 +68,9 @@ pub const TREE: &[Row] = &[
     row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
     row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
 ];
+
+/// Rows without which a process serves on for a good while.
+pub const BESIDE: &[&str] = &["rest", "sweep"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.

@@ -4,10 +4,12 @@ use anyhow::Context;
 use chrono::{TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
 use edge::identity::TrustDomain;
+use edge::node_api::nonce::Nonces;
 use edge::node_ca::NodeCa;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::Secrets;
+use persistence::audit::AuditKey;
 use persistence::envelope::KeyRing;
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -40,7 +42,18 @@ pub async fn load(
         if configured_verifiers.is_empty() { vec![verifier_set.to_env_value()] } else { configured_verifiers.to_vec() };
     VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
         .context("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS is not a list of Ed25519 public keys")?;
-    Ok(Trust { domain, node_ca, task_signer, task_key_id, verifier_set, bootstrap_verifier_keys, api_ca_pem, at_rest })
+    let nonces = Nonces::new(&secrets.get_or_create("recovery_nonces", || (random(32), json!({}))).await?.value)?;
+    Ok(Trust {
+        nonces,
+        domain,
+        node_ca,
+        task_signer,
+        task_key_id,
+        verifier_set,
+        bootstrap_verifier_keys,
+        api_ca_pem,
+        at_rest,
+    })
 }
 
 /// The keys of session tickets, so that a connection can be resumed at any replica.
@@ -79,6 +92,16 @@ async fn signing_key(secrets: &Secrets, name: &str) -> anyhow::Result<SigningKey
     let seed: &[u8; 32] =
         secret.value.expose_secret().try_into().with_context(|| format!("the key {name} has a wrong length"))?;
     Ok(SigningKey::from_bytes(seed))
+}
+
+/// The key that signs the heads of the audit log's chains.
+///
+/// # Errors
+/// As [`load`].
+pub async fn audit_key(secrets: &Secrets) -> anyhow::Result<AuditKey> {
+    let secret = secrets.get_or_create("audit_signing/active", || (random(32), json!({}))).await?;
+    let seed: &[u8; 32] = secret.value.expose_secret().try_into().context("the audit key has a wrong length")?;
+    Ok(AuditKey::new(SigningKey::from_bytes(seed)))
 }
 
 fn random(bytes: usize) -> SecretSlice<u8> {

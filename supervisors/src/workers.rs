@@ -1,6 +1,9 @@
 //! What runs beside the entities: one file per worker.
 
+pub mod audit_seal;
 pub mod housekeeping;
+pub mod pace;
+pub mod policy;
 pub mod provisioning;
 pub mod reactor;
 pub mod relay;

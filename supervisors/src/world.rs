@@ -1,6 +1,7 @@
 //! Time, chance and policy as this process knows them, and the adapter between the shell's store and Postgres.
 
 use crate::cluster::View;
+use actors::place::shard_of;
 use actors::ports::{Store, StoreError, World};
 use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
@@ -9,20 +10,22 @@ use domain::policy::PolicyBook;
 use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::{Committer, Reads};
+use persistence::{Cluster, Committer, Reads};
 use std::sync::Arc;
 use tokio::sync::Notify;
 
 /// The clock, the dice, the policy values as they were read last, and this member's lease.
 pub struct Here {
     policy: ArcSwap<PolicyBook>,
+    /// Told when the policy values should be read now.
+    pub policy_written: Notify,
     view: Arc<View>,
 }
 
 impl Here {
     #[must_use]
     pub fn new(view: Arc<View>) -> Self {
-        Self { policy: ArcSwap::default(), view }
+        Self { policy: ArcSwap::default(), policy_written: Notify::new(), view }
     }
 
     /// Replaces the policy values.
@@ -57,6 +60,8 @@ pub struct Durable {
     pub reads: Reads,
     /// Told when a commit found that its shard is another's: the books should be read now.
     pub fenced: Arc<Notify>,
+    /// Keeps what is parked.
+    pub cluster: Cluster,
 }
 
 impl Store for Durable {
@@ -77,6 +82,10 @@ impl Store for Durable {
 
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
         async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+    }
+
+    fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(unreadable) }.boxed()
     }
 }
 

@@ -10,12 +10,11 @@ use hdrhistogram::Histogram;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use sqlx::PgPool;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use supervisors::dev::identity::Person;
-use tests::bench::{Plan, Report, Turns, median, rounded};
+use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
 use tests::world::client::Client;
 use tests::world::hand::HandAgent;
 use tests::world::{REGION, World, id_of};
@@ -58,9 +57,15 @@ async fn run() -> anyhow::Result<()> {
     let mut turns = Turns::default();
     let mut loads: Vec<Vec<Load>> = vec![Vec::new(); AT_ONCE.len()];
     let mut to_active_floor = Vec::new();
+    let mut spent: Vec<Spent> = Vec::new();
     for _ in 0..plan.rounds {
         for (at_once, of_it) in AT_ONCE.iter().zip(&mut loads) {
-            of_it.push(users.cycles(*at_once, plan.each).await?);
+            let before = Spent::so_far(&world)?;
+            let load = users.cycles(*at_once, plan.each).await?;
+            if *at_once == AT_ONCE[1] {
+                spent.push(Spent::so_far(&world)?.since(&before).over(load.cycles));
+            }
+            of_it.push(load);
         }
         let cycles = loads.last().and_then(|of_it| of_it.last()).map_or(0.0, |load| load.cycles_per_second);
         turns.round(cycles, floor.cycles(AT_ONCE[1], plan.each).await?);
@@ -77,6 +82,10 @@ async fn run() -> anyhow::Result<()> {
     }
     for (from, to) in [("request", "reserved"), ("reserved", "provisioned"), ("release", "cleaned")] {
         report = report.figure(format!("{from}_to_{to}_p50_ms"), rounded(between(&world.pool, from, to).await?));
+    }
+    for (n, (who, _)) in spent.first().into_iter().flat_map(|spent| &spent.0).enumerate() {
+        let each: Vec<f64> = spent.iter().map(|spent| spent.0[n].1).collect();
+        report = report.figure(format!("cpu_of_{who}_ms_per_cycle_at_32"), rounded(median(&each)));
     }
     let cycles: usize = loads.iter().flatten().map(|load| load.cycles).sum();
     let aim = |met: bool| if met { "met" } else { "missed" };
@@ -111,16 +120,46 @@ async fn between(pool: &PgPool, from: &str, to: &str) -> anyhow::Result<f64> {
     median.with_context(|| format!("no allocation went from {from} to {to}"))
 }
 
-/// `target/release`, whatever profile this is built in.
-fn release_build() -> anyhow::Result<PathBuf> {
-    let this = std::env::current_exe()?;
-    let folder = this.parent().and_then(Path::parent).context("this program does not lie in a build folder")?;
-    ensure!(
-        folder.join("gpuaas").is_file(),
-        "{}/gpuaas is missing: run `cargo build --release --bins`",
-        folder.display()
-    );
-    Ok(folder.to_owned())
+/// Processor time by process, in milliseconds: what a rate on a machine that does other things as well does not say.
+struct Spent(Vec<(&'static str, f64)>);
+
+impl Spent {
+    fn so_far(world: &World) -> anyhow::Result<Self> {
+        let of = |pid: Option<u32>| processor_time(pid.context("a process has ended")?);
+        Ok(Self(vec![
+            ("replica", of(world.replicas[0].pid())?),
+            ("postgres", of(world.postgres.pid())?),
+            ("nats", of(world.nats.pid())?),
+            ("client_and_agents", of(Some(std::process::id()))?),
+        ]))
+    }
+
+    fn since(self, before: &Self) -> Self {
+        Self(self.0.into_iter().zip(&before.0).map(|((who, after), (_, before))| (who, after - before)).collect())
+    }
+
+    fn over(self, cycles: usize) -> Self {
+        Self(self.0.into_iter().map(|(who, spent)| (who, spent / cycles.max(1) as f64)).collect())
+    }
+}
+
+/// Of a process, and of those of its children that live where it has the work done by such (Postgres), in milliseconds.
+fn processor_time(pid: u32) -> anyhow::Result<f64> {
+    let tick = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("the clock has no tick")? as f64;
+    let mut ticks = 0.0;
+    for entry in std::fs::read_dir("/proc")? {
+        let name = entry?.file_name();
+        let Some(each) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{each}/stat")) else { continue };
+        // After the name, which may hold anything: state, parent, …, user time, system time (proc(5), fields 3, 4, 14, 15).
+        let Some((head, rest)) = stat.rsplit_once(')') else { continue };
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let session = head.contains("(postgres") && fields[1] == pid.to_string();
+        if each == pid || session {
+            ticks += fields[11].parse::<f64>()? + fields[12].parse::<f64>()?;
+        }
+    }
+    Ok(ticks / tick * 1000.0)
 }
 
 /// Simulated nodes that do what they are told at once.

@@ -6,10 +6,11 @@
 //! `UNNEST` batches (snapshot, history and event alone, nothing checked but the version): the ceiling that batching has here.
 
 use anyhow::{Context, ensure};
+use domain::audit::{Audit, AuditAction};
 use domain::commit::{CommandRecord, Commit, Epoch, Outcome, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityRef, EventId, Kind, MemberId, Shard, SkuId};
-use domain::machine::{Audit, Keys};
+use domain::machine::Keys;
 use hdrhistogram::Histogram;
 use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig};
@@ -164,7 +165,7 @@ impl Ours {
             actor: "user:018f6d1e".to_owned(),
             correlation_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
             traceparent: None,
-            audit: vec![Audit::new("skus.activate", id, json!({"reason": "asked for"}))],
+            audit: vec![Audit::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
             command: Some(CommandRecord {
                 id: CommandId(Uuid::new_v4()),

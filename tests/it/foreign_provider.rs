@@ -29,12 +29,11 @@ struct Foreign {
 
 impl Foreign {
     async fn start() -> Self {
-        let folder = tools().join("oidc-provider");
-        let server = folder.join("server.mjs");
-        assert!(server.is_file(), "{} is missing: deploy/test installs it", server.display());
+        let installed = tools().join("oidc-provider");
+        assert!(installed.join("node_modules").is_dir(), "{} is missing: deploy/test installs it", installed.display());
         let mut process = Command::new("node")
-            .arg("server.mjs")
-            .current_dir(&folder)
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("oidc-provider/server.mjs"))
+            .arg(installed)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())

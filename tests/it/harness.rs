@@ -25,6 +25,18 @@ async fn a_secret_in_a_log_fails_the_test() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_secret_in_the_database_fails_the_test() {
+    let mut world = World::start().await;
+    // Names of keys are kept as they are: that is what they are for.
+    let sown = "sown-by-this-test-0123456789";
+    let key = json!({ "name": sown, "public_key": tests::world::ssh_public_key("a") });
+    world.user.post("/api/v1/ssh-keys", &key).await.created();
+    world.keep_secret("what this test has sown", sown);
+    let said = complaint(world).await;
+    assert!(said.contains("what this test has sown stands in table "), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_error_that_nobody_declared_fails_the_test() {
     let mut world = World::start().await;
     let node = world.register("h100").await;

@@ -57,6 +57,6 @@ async fn two_people_at_different_replicas_decide_once_and_an_old_approval_expire
     assert_eq!(statuses, [200, 202], "{} {}", answers.0, answers.1);
     let audited = world.audit_of(id_of(&sku)).await;
     let count = |action: &str| audited.iter().filter(|(_, named, ..)| named == action).count();
-    assert_eq!((count("skus.activate"), count("skus.approve"), count("skus.approval_expired")), (1, 3, 1));
+    assert_eq!((count("skus.activate"), count("skus.approve"), count("skus.expire_approval")), (1, 3, 1));
     world.end().await;
 }

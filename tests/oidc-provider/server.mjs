@@ -1,9 +1,13 @@
-// An OpenID provider of npm's oidc-provider, for one test. Prints its issuer when it listens, and ends with its standard input.
+// An OpenID provider of npm's oidc-provider, for one test. Its argument is the folder in which that is installed. Prints its issuer when
+// it listens, and ends with its standard input.
 import { once } from 'node:events';
 import { createServer } from 'node:http';
 import { webcrypto } from 'node:crypto';
+import { pathToFileURL } from 'node:url';
+
+// Node.js 18 has it, and not under this name.
 globalThis.crypto ??= webcrypto;
-const { default: Provider } = await import('oidc-provider');
+const { default: Provider } = await import(pathToFileURL(`${process.argv[2]}/node_modules/oidc-provider/lib/index.js`));
 
 const audience = 'https://gpu.example/api';
 const newKey = async (kid) => {

@@ -3,11 +3,11 @@
 
 pub mod postgres;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use comfy_table::{Table, presets};
 use serde_json::{Map, Value, json};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long a benchmark takes: rounds of so many seconds for each thing that is measured. `BENCH_ROUNDS` and `BENCH_SECONDS`
@@ -173,6 +173,21 @@ fn machine() -> Map<String, Value> {
     let build = if cfg!(debug_assertions) { "debug: these figures say nothing" } else { "release" };
     conditions.insert("build".to_owned(), json!(build));
     conditions
+}
+
+/// `target/release`, whatever profile this is built in.
+///
+/// # Errors
+/// Where it is not built.
+pub fn release_build() -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    let folder = this.parent().and_then(Path::parent).context("this program does not lie in a build folder")?;
+    ensure!(
+        folder.join("gpuaas").is_file(),
+        "{}/gpuaas is missing: run `cargo build --release --bins`",
+        folder.display()
+    );
+    Ok(folder.to_owned())
 }
 
 /// The build folder that this program lies in.

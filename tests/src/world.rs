@@ -27,6 +27,7 @@ pub mod line;
 mod logs;
 mod plan;
 mod store;
+mod stored;
 pub mod tenants;
 
 use client::Client;
@@ -46,7 +47,7 @@ use supervisors::dev::identity::IdentityProvider;
 use supervisors::dev::nats::Nats;
 use supervisors::dev::pki::Authority;
 use supervisors::dev::postgres::Postgres;
-use supervisors::dev::replica::Replica;
+use supervisors::dev::replica::{Replica, ReplicaSettings};
 pub use tenants::{OnboardedNode, Rented};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
@@ -84,6 +85,8 @@ pub struct World {
     /// Through the balancer, as `user2`.
     pub other_user: Client,
     agent_settings: AgentSettings,
+    /// How every replica is started.
+    pub settings: ReplicaSettings,
     logs: PathBuf,
     declared: Declared,
     /// What must not stand in any log, by what it is.
@@ -136,15 +139,21 @@ impl World {
             return *id;
         }
         let sku = self.admin.post("/api/v1/admin/skus", &sku_body(name, gpus)).await.created();
+        self.activate(id_of(&sku)).await;
         let path = format!("/api/v1/admin/skus/{}", id_of(&sku));
-        self.bind("admin", "platform_operations").await;
-        self.bind("admin2", "inventory_owner").await;
-        for approver in [&self.admin, &self.second_admin] {
-            approver.post(&format!("{path}/activate"), &json!({ "reason": "a test needs it" })).await.accepted();
-        }
         self.admin.wait_until(&path, "the SKU is active", |sku| sku["status"] == "active").await;
         self.offered.insert(name.to_owned(), id_of(&sku));
         id_of(&sku)
+    }
+
+    /// Both administrators' approval of a SKU.
+    pub async fn activate(&self, sku: Uuid) {
+        self.bind("admin", "platform_operations").await;
+        self.bind("admin2", "inventory_owner").await;
+        let path = format!("/api/v1/admin/skus/{sku}/activate");
+        for approver in [&self.admin, &self.second_admin] {
+            approver.post(&path, &json!({ "reason": "a test needs it" })).await.accepted();
+        }
     }
 
     /// Binds a platform role to a person, or finds it bound.
@@ -192,6 +201,13 @@ impl World {
         self.agents.insert(node.id, AgentLife { process: Some(process), settings, bundle });
         node.expect_state("active").await;
         node
+    }
+
+    /// An agent with simulated GPUs on a bundle that came another way.
+    pub fn start_agent(&mut self, name: &str, bundle: &BootstrapBundle) {
+        let settings = self.agent_settings.clone();
+        let process = AgentProcess::start(name, &settings, bundle).expect("the agent starts");
+        self.agents.insert(bundle.node_id, AgentLife { process: Some(process), settings, bundle: bundle.clone() });
     }
 
     async fn gpus_of(&mut self, sku: &str) -> u32 {
@@ -294,6 +310,11 @@ impl World {
     /// ERROR lines that hold this text are part of the story.
     pub fn expects_error(&mut self, text: &str) {
         self.declared.errors.push(text.to_owned());
+    }
+
+    /// This test changes the audit log: that is not to be complained of at the end.
+    pub fn expects_a_changed_audit_log(&mut self) {
+        self.declared.audit = true;
     }
 
     /// This entity may be parked at the end.

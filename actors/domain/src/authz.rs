@@ -148,6 +148,8 @@ pub enum Action {
     OperateRuntime,
     /// Retry or force a release that failed.
     RescueAllocations,
+    /// Set policy values.
+    ManagePolicy,
     /// Rent GPUs.
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
@@ -164,7 +166,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -173,6 +175,7 @@ impl Action {
         Self::ReadAudit,
         Self::OperateRuntime,
         Self::RescueAllocations,
+        Self::ManagePolicy,
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
@@ -189,7 +192,8 @@ impl Action {
             | Self::ManageSkus
             | Self::BindPlatformRoles
             | Self::OperateRuntime
-            | Self::RescueAllocations => Rule::Admin,
+            | Self::RescueAllocations
+            | Self::ManagePolicy => Rule::Admin,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),

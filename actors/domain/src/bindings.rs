@@ -4,10 +4,11 @@
 //! Postgres, and what it changes is committed only if they are still at the version that was read. So this entity, once it came to
 //! be, stays, and its version only rises.
 
+use crate::audit::{Audit, AuditAction};
 use crate::authz::{Action, Grant, PlatformRole};
 use crate::commit::Footing;
 use crate::id::{BindingId, EntityRef, Kind};
-use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -121,7 +122,7 @@ impl Bindings {
         if let Some(binding) = self.roles.get(&role) {
             return Step::stay(Reply::Bound { binding: binding.clone() });
         }
-        let audit = self.audit("platform_roles.bind", role, Some(&reason), ctx);
+        let audit = self.audit(AuditAction::PlatformRolesBind, role, Some(&reason), ctx);
         let id = BindingId(ctx.new_id(0));
         let binding = Binding { id, bound_by: ctx.by.to_string(), bound_at: ctx.now, reason };
         let mut next = self.clone();
@@ -132,11 +133,11 @@ impl Bindings {
     fn revoke(&self, role: PlatformRole, reason: Option<&str>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         let mut next = self.clone();
         next.roles.remove(&role).ok_or(Rejection::NotBound)?;
-        let audit = self.audit("platform_roles.revoke", role, reason, ctx);
+        let audit = self.audit(AuditAction::PlatformRolesRevoke, role, reason, ctx);
         Ok(Step::to(next, Reply::Done, format!("{role} revoked")).audit(audit))
     }
 
-    fn audit(&self, action: &'static str, role: PlatformRole, reason: Option<&str>, ctx: &Ctx<'_>) -> Audit {
+    fn audit(&self, action: AuditAction, role: PlatformRole, reason: Option<&str>, ctx: &Ctx<'_>) -> Audit {
         let own = ctx.by.is_user(&self.subject);
         let metadata = json!({ "subject": self.subject, "role": role, "reason": reason, "of_oneself": own });
         Audit::new(action, EntityRef { kind: Kind::Bindings, id: ctx.id }, metadata)
@@ -185,7 +186,7 @@ mod tests {
         assert!(again.next.is_none() && again.audit.is_empty());
         assert_eq!(again.reply, Reply::Bound { binding: ann.roles[&PlatformRole::Auditor].clone() });
         let revoked = decide(Some(&ann), revoke(PlatformRole::Auditor), 1).unwrap();
-        assert_eq!(revoked.audit[0].action, "platform_roles.revoke");
+        assert_eq!(revoked.audit[0].action, AuditAction::PlatformRolesRevoke);
         let nobody = revoked.next.unwrap();
         assert_eq!(nobody.state(), "unbound");
         assert_eq!(decide(Some(&nobody), revoke(PlatformRole::Auditor), 2).err(), Some(Rejection::NotBound));

@@ -1,8 +1,9 @@
 //! What the shell hands to the store, and what the store answers. Plain data, so that a simulation can stand in for Postgres.
 
+use crate::audit::Audit;
 use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
-use crate::machine::{Audit, Keys, Timestamp};
+use crate::machine::{Keys, Timestamp};
 use uuid::Uuid;
 
 /// An owner's term over a shard. Raised by every takeover, checked by every commit, never lowered.

@@ -5,9 +5,10 @@
 //! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
 
 use crate::allocation::{self, Placed};
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId};
+use crate::id::{AllocationId, EntityRef, Kind, NodeId, PolicyId, PolicyValueId, SkuId};
 use crate::machine::Timestamp;
 use crate::node;
+use crate::policy;
 use serde::{Deserialize, Serialize};
 
 /// A GPU as the node's driver names it.
@@ -46,6 +47,9 @@ pub enum Event {
 
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
+
+    // An administrator has set a value: what every process remembers of the policy is old.
+    PolicyWritten { policy_id: PolicyId, value_id: PolicyValueId, policy: policy::Key, effective_at: Timestamp },
 }
 
 /// A JetStream stream.
@@ -53,16 +57,18 @@ pub enum Event {
 pub enum Stream {
     Provisioning,
     Nodes,
+    Policy,
 }
 
 impl Stream {
-    pub const ALL: [Self; 2] = [Self::Provisioning, Self::Nodes];
+    pub const ALL: [Self; 3] = [Self::Provisioning, Self::Nodes, Self::Policy];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Provisioning => "PROVISIONING",
             Self::Nodes => "NODES",
+            Self::Policy => "POLICY",
         }
     }
 
@@ -72,6 +78,7 @@ impl Stream {
         match self {
             Self::Provisioning => &["provisioning.>"],
             Self::Nodes => &["node.>", "sku.>"],
+            Self::Policy => &["policy.>"],
         }
     }
 }
@@ -95,7 +102,7 @@ impl Event {
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Nodes, Provisioning};
+        use Stream::{Nodes, Policy, Provisioning};
         match self {
             Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
             Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
@@ -115,6 +122,8 @@ impl Event {
             Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
             Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
+            // Its subject ends in the key, so that whoever cares for one key hears of that one.
+            Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
         }
     }
 
@@ -146,6 +155,7 @@ impl Event {
             | Self::TenantGone { node_id, .. }
             | Self::TenantRemains { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
+            Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
         }
     }
 
@@ -198,7 +208,8 @@ impl Event {
             Self::AllocationActive { .. }
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
-            | Self::SkuStateChanged { .. } => Reaction::Nothing,
+            | Self::SkuStateChanged { .. }
+            | Self::PolicyWritten { .. } => Reaction::Nothing,
         }
     }
 }
@@ -244,6 +255,12 @@ mod tests {
             Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
             Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
             Event::AllocationCounted { allocation_id },
+            Event::PolicyWritten {
+                policy_id: PolicyId(Uuid::from_u128(4)),
+                value_id: PolicyValueId(Uuid::from_u128(5)),
+                policy: policy::Key::RateLimitApi,
+                effective_at: deadline_at,
+            },
         ]
     }
 
@@ -268,6 +285,7 @@ mod tests {
             Event::TenantRemains { .. } => 15,
             Event::SkuStateChanged { .. } => 16,
             Event::AllocationCounted { .. } => 17,
+            Event::PolicyWritten { .. } => 18,
         }
     }
 

@@ -64,6 +64,10 @@ typed_id! {
     MemberId,
     /// A platform role bound to a subject.
     BindingId,
+    /// The policy values of one scope.
+    PolicyId,
+    /// One policy value that was written.
+    PolicyValueId,
 }
 
 macro_rules! kinds {
@@ -107,6 +111,8 @@ kinds! {
     Bindings = "bindings": crate::bindings::Bindings,
     /// A program that acts for its owner, and the keys by which it is known.
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
+    /// The policy values of one scope.
+    Policy = "policy": crate::policy::ScopeValues,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

@@ -12,6 +12,7 @@
 
 pub mod again;
 pub mod allocation;
+pub mod audit;
 pub mod authz;
 pub mod bindings;
 pub mod commit;
@@ -23,6 +24,8 @@ pub mod money;
 pub mod node;
 pub mod placement;
 pub mod policy;
+pub mod rate_limit;
+pub mod redact;
 pub mod service_account;
 pub mod sku;
 pub mod tenant;
@@ -31,7 +34,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, ServiceAccountId,
-    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
+    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};

@@ -1,9 +1,10 @@
 //! What every entity is: a pure state machine, and what it is told about the world when it decides.
 
+use crate::audit::Audit;
 use crate::authz::{Action, Principal};
 use crate::commit::Footing;
 use crate::event::Event;
-use crate::id::{EntityRef, Kind, NodeId};
+use crate::id::{Kind, NodeId};
 use crate::policy::PolicyBook;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
@@ -29,6 +30,18 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     /// # Errors
     /// A rejection is an answer: nothing changed, and it says why.
     fn decide(state: Option<&Self>, command: Self::Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Self::Rejection>;
+
+    /// What is kept of a refusal, where it has to be audited. Nothing else may change with it, and the machine bounds it
+    /// ([`Refusals`](crate::audit::Refusals)): a refusal that is not kept costs no commit.
+    fn audit_refusal(
+        &self,
+        command: &Self::Command,
+        rejection: &Self::Rejection,
+        ctx: &Ctx<'_>,
+    ) -> Option<Refused<Self>> {
+        let _ = (command, rejection, ctx);
+        None
+    }
 
     /// The state's name, as the API and the history show it.
     fn state(&self) -> &'static str;
@@ -130,6 +143,13 @@ pub struct Step<M: Machine> {
     pub why: String,
 }
 
+/// What is written with a refusal.
+#[derive(Clone, Debug)]
+pub struct Refused<M> {
+    pub next: M,
+    pub audit: Audit,
+}
+
 impl<M: Machine> Step<M> {
     /// The entity moves on to `next`.
     pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
@@ -182,23 +202,8 @@ pub enum Effect {
     WakeNode(NodeId),
     /// The node's identity is void: its connections are closed on every replica.
     CloseNode(NodeId),
-}
-
-/// One row of the audit log (specification, *Audit log entry*). Who, when and under which correlation id is the shell's to add.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Audit {
-    /// A dotted name, for example `nodes.reissue_enrollment`.
-    pub action: &'static str,
-    pub target: EntityRef,
-    /// Identifiers and reasons; never a secret.
-    pub metadata: serde_json::Value,
-}
-
-impl Audit {
-    #[must_use]
-    pub const fn new(action: &'static str, target: EntityRef, metadata: serde_json::Value) -> Self {
-        Self { action, target, metadata }
-    }
+    /// This process should read the policy values now; the others hear of it by the event.
+    ReadPolicy,
 }
 
 #[cfg(test)]

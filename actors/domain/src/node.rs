@@ -16,20 +16,24 @@
 mod contact;
 mod life;
 mod onboarding;
+mod recovery;
 mod tenancy;
 #[cfg(test)]
 mod tests;
 
 use crate::allocation::{AuthorizedKey, Placed};
+use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
 use crate::event::{Device, Event};
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TokenId};
-use crate::machine::{self, Audit, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
 pub use onboarding::{Certificate, Enrollment, Identity, Token};
+pub use recovery::{Nonce, Recovery, Reissue};
 pub use tenancy::{Hold, HoldPhase, Order, Verdict, What, Work, user_name};
 
 /// A node and everything that its decisions need.
@@ -51,6 +55,8 @@ pub struct Node {
     pub holds: BTreeMap<AllocationId, Hold>,
     /// The allocations whose failed release keeps the node from getting tasks.
     pub fenced_by: BTreeSet<AllocationId>,
+    #[serde(default)]
+    pub refusals: Refusals,
 }
 
 /// What an administrator says of a node.
@@ -176,6 +182,7 @@ pub enum Command {
         token_sha256: [u8; 32],
         ttl_seconds: Option<u32>,
     },
+    Reissue(Box<Reissue>),
     Retire {
         reason: String,
         drain: bool,
@@ -195,6 +202,7 @@ pub enum Command {
 
     // The agent says.
     Enroll(Box<Enrollment>),
+    Recover(Box<Recovery>),
     Renew {
         serial: String,
         issued: Certificate,
@@ -254,12 +262,14 @@ impl machine::Command for Command {
             Self::Register { .. } => "register",
             Self::Revise { .. } => "revise",
             Self::IssueToken { .. } => "issue_token",
+            Self::Reissue(_) => "reissue",
             Self::Retire { .. } => "retire",
             Self::Reactivate { .. } => "reactivate",
             Self::Remove { .. } => "remove",
             Self::Quarantine { .. } => "quarantine",
             Self::ReleaseQuarantine { .. } => "release_quarantine",
             Self::Enroll(_) => "enroll",
+            Self::Recover(_) => "recover",
             Self::Renew { .. } => "renew",
             Self::Poll { .. } => "poll",
             Self::Heartbeat { .. } => "heartbeat",
@@ -280,14 +290,18 @@ impl machine::Command for Command {
             Self::Register { .. }
             | Self::Revise { .. }
             | Self::IssueToken { .. }
+            | Self::Reissue(_)
             | Self::Retire { .. }
             | Self::Reactivate { .. }
             | Self::Remove { .. }
             | Self::Quarantine { .. }
             | Self::ReleaseQuarantine { .. } => Action::ManageNodes,
-            Self::Enroll(_) | Self::Renew { .. } | Self::Poll { .. } | Self::Heartbeat { .. } | Self::Report { .. } => {
-                Action::SpeakForNode
-            }
+            Self::Enroll(_)
+            | Self::Recover(_)
+            | Self::Renew { .. }
+            | Self::Poll { .. }
+            | Self::Heartbeat { .. }
+            | Self::Report { .. } => Action::SpeakForNode,
             Self::Reserve { .. }
             | Self::Unreserve { .. }
             | Self::Provision { .. }
@@ -315,6 +329,8 @@ pub enum Reply {
         identity_generation: u32,
         recoveries_left: u32,
     },
+    /// To a recovery with a state that another machine has recovered with: it gets nothing, and the node is in quarantine.
+    CloneSuspected,
     /// The work that the agent has not reported on, oldest first.
     Work {
         orders: Vec<Order>,
@@ -391,6 +407,18 @@ pub enum TokenCause {
     Expired,
     #[error("it was used before")]
     Consumed,
+    #[error("it was not used yet: it is for enrollment")]
+    FirstBoot,
+    #[error("it is bound to another recovery key")]
+    KeyDiffers,
+    #[error("the nonce has ended")]
+    NonceExpired,
+    #[error("the nonce was used before")]
+    NonceSpent,
+    #[error("the identity was never of that generation")]
+    GenerationUnknown,
+    #[error("no recovery of this identity is left")]
+    RecoveriesUsedUp,
 }
 
 impl Machine for Node {
@@ -406,6 +434,18 @@ impl Machine for Node {
             (None, _) => Err(Rejection::NotFound),
             (Some(node), command) => node.advance(command, ctx),
         }
+    }
+
+    /// A refused enrollment or recovery: the one who tried hears one public code, the log keeps the true cause.
+    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+        let (Command::Enroll(_) | Command::Recover(_), Rejection::TokenRefused { .. } | Rejection::Removed) =
+            (command, rejection)
+        else {
+            return None;
+        };
+        let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
+        let metadata = json!({ "cause": rejection.to_string(), "result": "refused" });
+        Some(Refused { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
     }
 
     fn state(&self) -> &'static str {
@@ -466,12 +506,14 @@ impl Node {
             Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
                 self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
             }
+            Command::Reissue(asked) => self.reissue(*asked, ctx),
             Command::Retire { reason, drain } => self.retire(&reason, drain, ctx),
             Command::Reactivate { reason } => self.reactivate(&reason, ctx),
             Command::Remove { reason } => self.remove(&reason, ctx),
             Command::Quarantine { reason } => self.quarantine(&reason, ctx),
             Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
             Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
+            Command::Recover(recovery) => self.recover(*recovery, ctx),
             Command::Renew { serial, issued } => self.renew(&serial, issued, ctx),
             Command::Poll { serial } => self.poll(&serial, ctx),
             Command::Heartbeat { serial, seen, inventory, health } => {
@@ -525,7 +567,7 @@ impl Node {
         Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
     }
 
-    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, self.entity(), metadata)
     }
 

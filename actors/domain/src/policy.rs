@@ -1,11 +1,15 @@
-//! Business values: the catalog of keys (decisions 7, *Policy keys*) and their scoped resolution. A machine reads a value at the
-//! moment of use, through `Ctx::policy`.
+//! Business values: the catalog of keys (decisions 7, *Policy keys*). A machine reads a value at the moment of use, through
+//! `Ctx::policy`: a [`PolicyBook`], which resolves it for whom it is asked. Who sets a value asks the machine of its scope,
+//! [`ScopeValues`].
 
-use crate::authz::Caller;
-use crate::machine::Timestamp;
-use chrono::TimeDelta;
+mod book;
+mod scope_values;
+
+pub use book::{Crossing, PolicyBook, Resolved, Scope, Scopes};
+pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, Written};
+
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::fmt;
 
 /// A value by its key's type.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,6 +18,17 @@ pub enum Value {
     Bool(bool),
     Int(i64),
     Text(String),
+}
+
+/// As JSON writes it: 120, true, "user-revoke".
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bool(value) => value.fmt(f),
+            Self::Int(value) => value.fmt(f),
+            Self::Text(value) => write!(f, "{value:?}"),
+        }
+    }
 }
 
 /// What a key admits.
@@ -37,7 +52,8 @@ pub enum Bounds {
 macro_rules! policy_keys {
     ($($variant:ident = $name:literal: $bounds:expr, $meaning:literal;)+) => {
         /// A key of the policy catalog.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(into = "&'static str", try_from = "String")]
         pub enum Key {
             $(#[doc = $meaning] $variant,)+
         }
@@ -48,6 +64,12 @@ macro_rules! policy_keys {
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name),+ }
+            }
+
+            /// The subject on which every process hears that a value of the key was written (specification, *Events*).
+            #[must_use]
+            pub const fn invalidation(self) -> &'static str {
+                match self { $(Self::$variant => concat!("policy.invalidate.", $name)),+ }
             }
 
             #[must_use]
@@ -93,6 +115,8 @@ policy_keys! {
     RateLimitTerminalToken = "rate_limit.terminal_token_requests_per_minute": int(10, 1, 100_000), "Terminal token minting.";
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";
     RateLimitAdminOverview = "rate_limit.admin_overview_requests_per_minute": int(600, 1, 1_000_000), "Admin overview polling.";
+    RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute": int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
+    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens, per address; who has a good token is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Sessions are recorded.";
     TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails.";
@@ -101,6 +125,7 @@ policy_keys! {
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
     AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";
+    SshKeyMaxPerUser = "ssh_key.max_per_user": int(100, 1, 1000), "SSH keys that one user may have registered at once.";
     MaasEnabled = "maas.enabled": switch(false), "Bare-metal provider integration.";
     NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds": int(3600, 5, 86_400), "Life of an enrollment token.";
     NodeMaxRecoveries = "node.max_recoveries": int(5, 0, 1000), "Recoveries of one identity.";
@@ -109,6 +134,28 @@ policy_keys! {
     NodeDrainOverdue = "node.drain_overdue_seconds": int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
     SkuApprovalTtl = "sku.approval_ttl_seconds": int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
+
+/// Keys that bound each other: the first is never over the second, for anybody, at any time.
+pub const ORDERED: [(Key, Key); 1] = [(Key::BillingMinimumDeposit, Key::BillingMaximumDeposit)];
+
+impl From<Key> for &'static str {
+    fn from(key: Key) -> Self {
+        key.name()
+    }
+}
+
+impl TryFrom<String> for Key {
+    type Error = UnknownKey;
+
+    fn try_from(name: String) -> Result<Self, UnknownKey> {
+        Self::parse(&name).ok_or(UnknownKey(name))
+    }
+}
+
+/// A key that this release does not know.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("there is no policy key {0:?}")]
+pub struct UnknownKey(String);
 
 impl Key {
     #[must_use]
@@ -137,117 +184,6 @@ impl Key {
     }
 }
 
-/// Whom a value is for. Resolution goes from the most specific to the global one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Scope {
-    UserId(String),
-    ProjectId(String),
-    OrgId(String),
-    Plan(String),
-    Global,
-}
-
-/// The scopes that apply to one request, most specific first.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Scopes {
-    pub user_id: Option<String>,
-    pub project_id: Option<String>,
-    pub org_id: Option<String>,
-    pub plan: Option<String>,
-}
-
-impl Scopes {
-    /// Where nobody in particular is concerned: the global value.
-    #[must_use]
-    pub fn global() -> Self {
-        Self::default()
-    }
-
-    fn most_specific_first(&self) -> impl Iterator<Item = Scope> {
-        let named = [
-            self.user_id.clone().map(Scope::UserId),
-            self.project_id.clone().map(Scope::ProjectId),
-            self.org_id.clone().map(Scope::OrgId),
-            self.plan.clone().map(Scope::Plan),
-        ];
-        named.into_iter().flatten().chain([Scope::Global])
-    }
-}
-
-impl From<&Caller> for Scopes {
-    fn from(caller: &Caller) -> Self {
-        Self {
-            user_id: Some(caller.user_id.clone()),
-            project_id: caller.project_id.clone(),
-            org_id: caller.org_id.clone(),
-            plan: caller.plan.clone(),
-        }
-    }
-}
-
-/// Every value that was ever set, by key, scope and the instant from which it holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PolicyBook {
-    values: BTreeMap<(Key, Scope), BTreeMap<Timestamp, Value>>,
-}
-
-impl PolicyBook {
-    /// Enters a value. What the key does not admit is not entered.
-    ///
-    /// # Errors
-    /// [`OutOfBounds`] where the value is of another type or outside the key's bounds.
-    pub fn set(&mut self, key: Key, scope: Scope, effective_at: Timestamp, value: Value) -> Result<(), OutOfBounds> {
-        if !key.admits(&value) {
-            return Err(OutOfBounds { key, value });
-        }
-        self.values.entry((key, scope)).or_default().insert(effective_at, value);
-        Ok(())
-    }
-
-    /// The value that holds at `now` for `scopes`, and the scope that won.
-    #[must_use]
-    pub fn resolve(&self, key: Key, scopes: &Scopes, now: Timestamp) -> (Value, Option<Scope>) {
-        for scope in scopes.most_specific_first() {
-            let in_force = self
-                .values
-                .get(&(key, scope.clone()))
-                .and_then(|history| history.range(..=now).next_back())
-                .map(|(_, value)| value.clone());
-            if let Some(value) = in_force {
-                return (value, Some(scope));
-            }
-        }
-        (key.default_value(), None)
-    }
-
-    /// The value of an integer key.
-    #[must_use]
-    pub fn int(&self, key: Key, scopes: &Scopes, now: Timestamp) -> i64 {
-        match (self.resolve(key, scopes, now).0, key.bounds()) {
-            (Value::Int(value), _) => value,
-            (Value::Bool(_) | Value::Text(_), Bounds::Int { default, .. }) => default,
-            (Value::Bool(_) | Value::Text(_), Bounds::Enum { .. } | Bounds::Bool { .. }) => 0,
-        }
-    }
-
-    /// The value of a key that is counted in seconds.
-    #[must_use]
-    pub fn seconds(&self, key: Key, scopes: &Scopes, now: Timestamp) -> TimeDelta {
-        TimeDelta::seconds(self.int(key, scopes, now))
-    }
-
-    /// The value of a text key.
-    #[must_use]
-    pub fn text(&self, key: Key, scopes: &Scopes, now: Timestamp) -> String {
-        match self.resolve(key, scopes, now).0 {
-            Value::Text(text) => text,
-            Value::Int(value) => value.to_string(),
-            Value::Bool(value) => value.to_string(),
-        }
-    }
-}
-
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} does not admit {value:?}; it takes {:?}", key.name(), key.bounds())]
 pub struct OutOfBounds {
@@ -260,10 +196,6 @@ pub struct OutOfBounds {
 mod tests {
     use super::*;
     use std::fmt::Write as _;
-
-    fn at(second: i64) -> Timestamp {
-        Timestamp::from_timestamp(second, 0).unwrap()
-    }
 
     #[test]
     fn the_catalog_is_as_reviewed() {
@@ -279,39 +211,12 @@ mod tests {
         for key in Key::ALL {
             assert!(key.admits(&key.default_value()), "{}", key.name());
             assert_eq!(Key::parse(key.name()), Some(*key));
+            assert_eq!(key.invalidation(), format!("policy.invalidate.{}", key.name()));
+            let written = serde_json::to_string(key).unwrap();
+            assert_eq!(
+                (written.as_str(), serde_json::from_str::<Key>(&written).unwrap()),
+                (&*format!("{:?}", key.name()), *key)
+            );
         }
-    }
-
-    #[test]
-    fn the_most_specific_scope_wins_and_says_so() {
-        let mut book = PolicyBook::default();
-        let key = Key::AllocationMaxConcurrent;
-        book.set(key, Scope::Global, at(0), Value::Int(10)).unwrap();
-        book.set(key, Scope::Plan("pro".into()), at(0), Value::Int(20)).unwrap();
-        book.set(key, Scope::UserId("ann".into()), at(0), Value::Int(30)).unwrap();
-        let ann = Scopes { user_id: Some("ann".into()), plan: Some("pro".into()), ..Scopes::default() };
-        let bob = Scopes { user_id: Some("bob".into()), plan: Some("pro".into()), ..Scopes::default() };
-        assert_eq!(book.resolve(key, &ann, at(1)), (Value::Int(30), Some(Scope::UserId("ann".into()))));
-        assert_eq!(book.resolve(key, &bob, at(1)), (Value::Int(20), Some(Scope::Plan("pro".into()))));
-        assert_eq!(book.int(key, &Scopes::global(), at(1)), 10);
-    }
-
-    #[test]
-    fn a_value_holds_from_its_second_and_not_before() {
-        let mut book = PolicyBook::default();
-        let key = Key::NodeOfflineAfter;
-        book.set(key, Scope::Global, at(100), Value::Int(30)).unwrap();
-        assert_eq!(book.int(key, &Scopes::global(), at(99)), 90);
-        assert_eq!(book.int(key, &Scopes::global(), at(100)), 30);
-    }
-
-    #[test]
-    fn what_a_key_does_not_admit_is_not_entered() {
-        let mut book = PolicyBook::default();
-        let wrong = [Value::Int(9), Value::Int(3601), Value::Text("30".into()), Value::Bool(true)];
-        for value in wrong {
-            assert!(book.set(Key::NodeOfflineAfter, Scope::Global, at(0), value).is_err());
-        }
-        assert_eq!(book, PolicyBook::default());
     }
 }

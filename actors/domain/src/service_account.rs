@@ -3,9 +3,10 @@
 //! It is known by keys, of which several are valid at once, so that they can be exchanged without a gap. What it may do is fixed when it
 //! is made: roles that its maker had, in the organisation, project and plan that the maker had. A deleted one stays as its own tombstone.
 
+use crate::audit::{Audit, AuditAction};
 use crate::authz::{Action, Caller, Principal, Role};
 use crate::id::{EntityRef, Kind, ServiceAccountId, ServiceAccountKeyId};
-use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::policy::{self, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -193,7 +194,8 @@ impl ServiceAccount {
             created_at: ctx.now,
             deleted_at: None,
         };
-        let audit = account.audit("service_accounts.create", &json!({ "name": account.name, "roles": account.roles }));
+        let audit =
+            account.audit(AuditAction::ServiceAccountsCreate, &json!({ "name": account.name, "roles": account.roles }));
         let reply = Reply::Account { account: Box::new(account.clone()) };
         Ok(Step::to(account, reply, "created by its owner").audit(audit))
     }
@@ -206,7 +208,7 @@ impl ServiceAccount {
         let id = ServiceAccountKeyId(ctx.new_id(0));
         let mut next = self.clone();
         next.keys.insert(id, AccountKey { sha256, created_by: ctx.by.to_string(), created_at: ctx.now });
-        let audit = self.audit("service_accounts.add_key", &json!({ "key_id": id }));
+        let audit = self.audit(AuditAction::ServiceAccountsAddKey, &json!({ "key_id": id }));
         Ok(Step::to(next, Reply::Key { id, created_at: ctx.now }, format!("key {id} was added")).audit(audit))
     }
 
@@ -214,7 +216,7 @@ impl ServiceAccount {
         let mut next = self.clone();
         let key = next.keys.remove(&id).ok_or(Rejection::KeyNotFound)?;
         let age = (ctx.now - key.created_at).num_seconds();
-        let audit = self.audit("service_accounts.revoke_key", &json!({ "key_id": id, "age_seconds": age }));
+        let audit = self.audit(AuditAction::ServiceAccountsRevokeKey, &json!({ "key_id": id, "age_seconds": age }));
         Ok(Step::to(next, Reply::Done, format!("key {id} was revoked")).audit(audit))
     }
 
@@ -222,11 +224,12 @@ impl ServiceAccount {
         let mut next = self.clone();
         let revoked: Vec<_> = std::mem::take(&mut next.keys).into_keys().collect();
         next.deleted_at = Some(ctx.now);
-        let audit = self.audit("service_accounts.delete", &json!({ "name": self.name, "revoked_key_ids": revoked }));
+        let audit =
+            self.audit(AuditAction::ServiceAccountsDelete, &json!({ "name": self.name, "revoked_key_ids": revoked }));
         Step::to(next, Reply::Done, "deleted").audit(audit)
     }
 
-    fn audit(&self, action: &'static str, more: &Value) -> Audit {
+    fn audit(&self, action: AuditAction, more: &Value) -> Audit {
         let mut metadata = json!({ "owner_user_id": self.owner.user_id });
         if let (Some(metadata), Some(more)) = (metadata.as_object_mut(), more.as_object()) {
             metadata.extend(more.clone());

@@ -16,10 +16,11 @@ mod approval;
 #[cfg(test)]
 mod tests;
 
+use crate::audit::{Audit, AuditAction};
 use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
 use crate::id::{EntityRef, Kind, SkuId};
-use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::money::Price;
 use crate::node::Promise;
 use serde::{Deserialize, Serialize};
@@ -128,11 +129,11 @@ impl Change {
         }
     }
 
-    const fn audited_as(self) -> &'static str {
+    const fn audited_as(self) -> AuditAction {
         match self {
-            Self::Activate => "skus.activate",
-            Self::Deprecate => "skus.deprecate",
-            Self::Deactivate => "skus.deactivate",
+            Self::Activate => AuditAction::SkusActivate,
+            Self::Deprecate => AuditAction::SkusDeprecate,
+            Self::Deactivate => AuditAction::SkusDeactivate,
         }
     }
 }
@@ -277,7 +278,7 @@ impl Sku {
             pending: None,
             created_at: ctx.now,
         };
-        let audit = sku.audit("skus.create", json!({ "name": sku.spec.name }));
+        let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
         sku.clone().said(None, "created by an administrator").audit(audit)
     }
 
@@ -291,7 +292,7 @@ impl Sku {
         let differs = next != *self;
         let withdrawn = if differs { next.pending.take() } else { None };
         let audit = self.audit(
-            "skus.update",
+            AuditAction::SkusUpdate,
             json!({
                 "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions,
                 "withdrawn": withdrawn.map(|pending| pending.first),
@@ -307,7 +308,7 @@ impl Sku {
         Step::to(self, reply, why).event(event)
     }
 
-    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, EntityRef { kind: Kind::Sku, id: self.id.0 }, metadata)
     }
 }

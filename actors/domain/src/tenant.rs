@@ -7,17 +7,15 @@ mod accounts;
 
 use crate::again::Again;
 use crate::allocation::AuthorizedKey;
+use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
 use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId};
-use crate::machine::{self, Audit, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-
-/// A user has few keys; a thousand would be somebody's script.
-pub const MAX_KEYS: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
@@ -31,6 +29,8 @@ pub struct Tenant {
     /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
     #[serde(default)]
     pub expected_accounts: BTreeMap<u64, Timestamp>,
+    #[serde(default)]
+    pub refusals: Refusals,
 }
 
 /// A public key and what is known of it. No private key is ever made or kept.
@@ -65,6 +65,11 @@ pub enum Command {
         public_key: String,
         fingerprint: String,
     },
+    /// Keeps that a key was refused before it could be read: the log names the cause, and nothing of what was sent.
+    RefuseKey {
+        user_id: String,
+        cause: KeyCause,
+    },
     DeleteKey {
         key: SshKeyId,
     },
@@ -91,6 +96,16 @@ pub enum Command {
     Tick,
 }
 
+/// Why a text is not taken for a public key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyCause {
+    PrivateKey,
+    Weak,
+    Options,
+    Unreadable,
+}
+
 /// The scopes in which the quota is resolved: those of the request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AskedScopes {
@@ -103,6 +118,7 @@ impl machine::Command for Command {
     fn name(&self) -> &'static str {
         match self {
             Self::AddKey { .. } => "add_key",
+            Self::RefuseKey { .. } => "refuse_key",
             Self::DeleteKey { .. } => "delete_key",
             Self::MakeDefault { .. } => "make_default",
             Self::Admit { .. } => "admit",
@@ -114,7 +130,9 @@ impl machine::Command for Command {
 
     fn action(&self) -> Action {
         match self {
-            Self::AddKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => Action::KeepKeys,
+            Self::AddKey { .. } | Self::RefuseKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => {
+                Action::KeepKeys
+            }
             Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
             Self::Admit { .. } | Self::Forget { .. } | Self::Tick => Action::Advance,
         }
@@ -135,8 +153,8 @@ pub enum Rejection {
     NotFound,
     #[error("the key is registered already, as {existing}")]
     KeyExists { existing: SshKeyId },
-    #[error("{MAX_KEYS} keys are registered; delete one first")]
-    TooManyKeys,
+    #[error("{limit} keys are registered; delete one first")]
+    TooManyKeys { limit: i64 },
     #[error("the quota of {limit} allocations is used up")]
     OverQuota { limit: i64 },
     #[error("there are {limit} service accounts, which is the most; delete one first")]
@@ -154,6 +172,7 @@ impl Machine for Tenant {
             return match &command {
                 // A tenant comes to be with the first thing that is kept of them.
                 Command::AddKey { user_id, .. }
+                | Command::RefuseKey { user_id, .. }
                 | Command::Admit { user_id, .. }
                 | Command::ExpectAccount { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
                 Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
@@ -161,6 +180,23 @@ impl Machine for Tenant {
             };
         };
         tenant.advance(command, ctx)
+    }
+
+    /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
+    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+        let (action, key) = match command {
+            Command::AddKey { .. } => (AuditAction::SshKeysCreate, None),
+            Command::DeleteKey { key } => (AuditAction::SshKeysDelete, Some(key)),
+            Command::MakeDefault { key } => (AuditAction::SshKeysMakeDefault, Some(key)),
+            Command::RefuseKey { .. }
+            | Command::Admit { .. }
+            | Command::ExpectAccount { .. }
+            | Command::Forget { .. }
+            | Command::Tick => return None,
+        };
+        let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
+        let metadata = json!({ "ssh_key_id": key, "result": "refused", "cause": rejection.to_string() });
+        Some(Refused { next, audit: audit(action, metadata, ctx) })
     }
 
     fn state(&self) -> &'static str {
@@ -192,6 +228,7 @@ impl Tenant {
             live: BTreeSet::new(),
             again: None,
             expected_accounts: BTreeMap::new(),
+            refusals: Refusals::default(),
         }
     }
 
@@ -200,6 +237,7 @@ impl Tenant {
             Command::AddKey { user_id: _, name, key_type, public_key, fingerprint } => {
                 self.add_key(name, key_type, public_key, fingerprint, ctx)
             }
+            Command::RefuseKey { user_id: _, cause } => Ok(self.refuse_key(cause, ctx)),
             Command::DeleteKey { key } => self.delete_key(key, ctx),
             Command::MakeDefault { key } => self.make_default(key, ctx),
             Command::Admit { user_id: _, allocation_id, scopes } => self.admit(allocation_id, scopes, ctx),
@@ -230,8 +268,10 @@ impl Tenant {
         if let Some(key) = self.keys.values().find(|key| key.fingerprint == fingerprint) {
             return Err(Rejection::KeyExists { existing: key.id });
         }
-        if self.keys.len() >= MAX_KEYS {
-            return Err(Rejection::TooManyKeys);
+        let scopes = Scopes { user_id: Some(self.user_id.clone()), ..Scopes::from(ctx.by) };
+        let limit = ctx.policy.int(Key::SshKeyMaxPerUser, &scopes, ctx.now);
+        if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
+            return Err(Rejection::TooManyKeys { limit });
         }
         let key = SshKey {
             id: SshKeyId(ctx.new_id(0)),
@@ -245,7 +285,17 @@ impl Tenant {
         };
         let mut next = self.clone();
         next.keys.insert(key.id, key.clone());
-        Ok(next.keys_changed("ssh_keys.create", &key, ctx))
+        Ok(next.keys_changed(AuditAction::SshKeysCreate, &key, ctx))
+    }
+
+    fn refuse_key(&self, cause: KeyCause, ctx: &Ctx<'_>) -> Step<Self> {
+        let Some(refusals) = self.refusals.audited(ctx.now) else { return Step::stay(Reply::Done) };
+        let metadata = json!({ "result": "refused", "cause": cause });
+        Step::to(Self { refusals, ..self.clone() }, Reply::Done, "a key was refused").audit(audit(
+            AuditAction::SshKeysCreate,
+            metadata,
+            ctx,
+        ))
     }
 
     fn delete_key(&self, id: SshKeyId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -257,7 +307,7 @@ impl Tenant {
         {
             heir.is_default = true;
         }
-        Ok(next.keys_changed("ssh_keys.delete", &key, ctx))
+        Ok(next.keys_changed(AuditAction::SshKeysDelete, &key, ctx))
     }
 
     fn make_default(&self, id: SshKeyId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -266,13 +316,12 @@ impl Tenant {
             key.is_default = key.id == id;
         }
         let Some(key) = next.keys.get(&id).cloned() else { return Err(Rejection::NotFound) };
-        Ok(next.keys_changed("ssh_keys.make_default", &key, ctx))
+        Ok(next.keys_changed(AuditAction::SshKeysMakeDefault, &key, ctx))
     }
 
-    fn keys_changed(self, action: &'static str, key: &SshKey, ctx: &Ctx<'_>) -> Step<Self> {
-        let target = EntityRef { kind: Kind::Tenant, id: ctx.id };
+    fn keys_changed(self, action: AuditAction, key: &SshKey, ctx: &Ctx<'_>) -> Step<Self> {
         let metadata = json!({ "ssh_key_id": key.id, "fingerprint": key.fingerprint, "result": "ok" });
-        Step::to(self, Reply::Key { key: key.clone() }, action).audit(Audit::new(action, target, metadata))
+        Step::to(self, Reply::Key { key: key.clone() }, action.as_str()).audit(audit(action, metadata, ctx))
     }
 
     fn admit(&self, allocation_id: AllocationId, scopes: AskedScopes, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -308,6 +357,11 @@ impl Tenant {
     pub fn default_key(&self) -> Option<&SshKey> {
         self.keys.values().find(|key| key.is_default)
     }
+}
+
+/// A row about the tenant that decides.
+const fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &Ctx<'_>) -> Audit {
+    Audit::new(action, EntityRef { kind: Kind::Tenant, id: ctx.id }, metadata)
 }
 
 #[cfg(test)]
@@ -364,6 +418,40 @@ mod tests {
         tenant.keys.values().filter(|key| key.is_default).count()
     }
 
+    fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
+        Ctx { now, policy, by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1 }
+    }
+
+    #[test]
+    fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent() {
+        let (policy, by) = (book(50), Principal::system("test"));
+        let (tenant, now) = (with_keys(1), Timestamp::UNIX_EPOCH);
+        let nobodys = SshKeyId(Uuid::from_u128(99));
+        for (command, action) in [
+            (add(0), AuditAction::SshKeysCreate),
+            (Command::DeleteKey { key: nobodys }, AuditAction::SshKeysDelete),
+            (Command::MakeDefault { key: nobodys }, AuditAction::SshKeysMakeDefault),
+        ] {
+            let rejection = decide(Some(&tenant), command.clone(), 1, 50).unwrap_err();
+            let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
+            assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
+            assert_eq!(refused.audit.metadata["cause"], rejection.to_string());
+            assert!(
+                refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(),
+                "one a minute"
+            );
+        }
+        let quota = Rejection::OverQuota { limit: 1 };
+        assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
+
+        // What is no key at all is refused before it comes here, also of somebody who has none yet.
+        let command = Command::RefuseKey { user_id: "ann".into(), cause: KeyCause::PrivateKey };
+        let step = decide(None, command.clone(), 1, 50).unwrap();
+        assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
+        let again = decide(step.next.as_ref(), command, 1, 50).unwrap();
+        assert!(again.next.is_none() && again.audit.is_empty());
+    }
+
     #[test]
     fn a_tenant_comes_to_be_with_the_first_thing_kept_of_them() {
         assert!(decide(None, add(1), 1, 50).unwrap().next.is_some());
@@ -388,10 +476,10 @@ mod tests {
 
     #[test]
     fn a_key_is_registered_once_and_there_is_an_end_to_them() {
-        let tenant = with_keys(MAX_KEYS);
+        let tenant = with_keys(100);
         let existing = tenant.keys.values().find(|key| key.fingerprint == "SHA256:7").unwrap().id;
         assert_eq!(decide(Some(&tenant), add(7), 1, 50).err(), Some(Rejection::KeyExists { existing }));
-        assert_eq!(decide(Some(&tenant), add(MAX_KEYS), 1, 50).err(), Some(Rejection::TooManyKeys));
+        assert_eq!(decide(Some(&tenant), add(100), 1, 50).err(), Some(Rejection::TooManyKeys { limit: 100 }));
     }
 
     #[test]

@@ -366,6 +366,28 @@ async fn a_machine_that_panics_on_a_state_backs_off_and_is_parked_while_a_hundre
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_an_earlier_owner_parked_stays_parked_until_an_operator_restarts_it() {
+    let bench = Bench::ready().await;
+    bench.host.keep_parked(counter(COUNTER), "cannot be read".to_owned());
+    let parked = Err(AskError::Parked { reason: "cannot be read".to_owned() });
+    assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, parked);
+    assert_eq!((bench.row(COUNTER).status.as_str(), bench.loaded()), ("parked", 0));
+    assert!(bench.host.restart(counter(COUNTER)));
+    bench.ask(COUNTER, Count::Add(1)).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_breaks_leaves_no_entity_waiting_for_it() {
+    let bench = Bench::ready().await;
+    bench.ask(COUNTER, Count::Add(1)).await.unwrap();
+    bench.store.meets([Fault::Panics]);
+    let answer = bench.ask(COUNTER, Count::Add(1)).await;
+    assert!(matches!(answer, Err(AskError::Unknown { .. })), "{answer:?}");
+    sleep(SECOND).await;
+    assert_eq!(bench.ask(COUNTER, Count::Add(1)).await.unwrap().reply, 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_operator_restarts_what_is_parked() {
     let bench = Bench::ready().await;
     bench.store.books.lock().unwrap().entities.insert(counter(COUNTER), Snapshot { version: 4, body: "no".to_owned() });

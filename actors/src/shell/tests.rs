@@ -4,6 +4,7 @@ use super::*;
 use crate::ask::CommandKey;
 use crate::testing::{Books, Count, Counter, Refusal, asked, key, panics_are_short, term, user, worker};
 use domain::authz::{Role, authorize};
+use domain::tenant::{self, Tenant};
 use domain::{Kind, NodeId, Principal, Shard};
 use domain::{allocation::Allocation, node::Node};
 
@@ -81,6 +82,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
         Output::Perform(effect) => match effect {
             Effect::WakeNode(NodeId(id)) => format!("wake {}", id.as_u128()),
             Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
+            Effect::ReadPolicy => "read policy".to_owned(),
         },
         Output::Sleep => "sleep".to_owned(),
         Output::Die(reason) => format!("die: {reason}"),
@@ -526,4 +528,76 @@ fn a_wrong_supposition_is_found_out_by_the_commit_and_by_whatever_needs_none() {
     assert_eq!(bench.ask_once(1, Count::AddOnce(1), key("k")), ["commit add_once from 0"]);
     assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
     assert_eq!(bench.on(loaded(5, &[1, 2])).len(), 1, "it is looked whether that was this command");
+}
+
+/// A tenant with one key; the command that registers it is refused from then on, and that has to be audited, once a minute.
+fn tenant() -> (Bench<Tenant>, tenant::Command) {
+    let add = tenant::Command::AddKey {
+        user_id: "ann".into(),
+        name: "laptop".into(),
+        key_type: "ssh-ed25519".into(),
+        public_key: "ssh-ed25519 AAAA".into(),
+        fingerprint: "SHA256:x".into(),
+    };
+    let mut bench = Bench::<Tenant>::starting();
+    assert_eq!(bench.on(Input::Loaded(Ok(None))), NOTHING);
+    assert_eq!(bench.ask_as_ann(1, add.clone(), None), ["commit add_key from 0"]);
+    bench.on(Input::Committed(Outcome::Applied));
+    (bench, add)
+}
+
+impl Bench<Tenant> {
+    fn ask_as_ann(&mut self, token: u64, command: tenant::Command, key: Option<CommandKey>) -> Vec<String> {
+        let asked = Asked { by: user("ann", &[Role::User]), command: key, ..asked(at(200)) };
+        self.on(Input::Ask(Ask { token, command, asked }))
+    }
+}
+
+#[test]
+fn a_refusal_that_must_be_audited_is_told_when_it_stands() {
+    let (mut bench, add) = tenant();
+    let asked = Asked { by: user("ann", &[Role::User]), ..asked(at(200)) };
+    let out = bench.raw(Input::Ask(Ask { token: 2, command: add.clone(), asked }));
+    let [Output::Commit(commit)] = out.as_slice() else { panic!("{out:?}") };
+    assert_eq!((commit.audit.len(), commit.audit[0].action.as_str()), (1, "ssh_keys.create"));
+    assert_eq!(commit.audit[0].metadata["result"], "refused");
+    assert!(commit.command.is_none() && commit.outbox.is_empty(), "nothing of the command is carried out");
+    let told = bench.on(Input::Committed(Outcome::Applied));
+    assert_eq!(told.len(), 1);
+    assert!(told[0].starts_with("2: the key is registered already"), "{told:?}");
+    assert_eq!(bench.shell.version(), 2);
+    // Another in the same minute costs no commit.
+    let told = bench.ask_as_ann(3, add.clone(), None);
+    assert!(told[0].starts_with("3: the key is registered already"), "{told:?}");
+    bench.now += chrono::TimeDelta::minutes(1);
+    assert_eq!(bench.ask_as_ann(4, add, None), ["commit add_key from 2"]);
+}
+
+#[test]
+fn a_refused_repetition_of_what_was_carried_out_is_no_refusal() {
+    let (mut bench, add) = tenant();
+    let key = key("add");
+    assert_eq!(bench.ask_as_ann(2, add, Some(key.clone())), ["look up"]);
+    let reply = serde_json::to_string(&tenant::Reply::Done).unwrap();
+    assert_eq!(bench.on(Input::Looked(Ok(Some(done(&key, Some(&reply)))))), ["2: Done replayed at 1"]);
+}
+
+#[test]
+fn a_refusal_whose_row_cannot_be_written_is_not_told() {
+    let (mut bench, add) = tenant();
+    for (outcome, told) in [
+        (Outcome::NotApplied { reason: "down".into() }, "2: unavailable: down"),
+        (Outcome::Unknown { reason: "cut".into() }, "2: the outcome is unknown: cut"),
+    ] {
+        assert_eq!(bench.ask_as_ann(2, add.clone(), None), ["commit add_key from 1"]);
+        assert_eq!(bench.on(Input::Committed(outcome))[0], told);
+    }
+}
+
+/// What a field calls a secret is not kept, whatever machine it comes from.
+#[test]
+fn a_reply_is_kept_without_its_secrets() {
+    let kept =
+        kept_reply(&serde_json::json!({"node": {"token": {"secret": "S"}, "name": "n"}, "access_token": "S"})).unwrap();
+    assert!(!kept.contains("\"S\"") && kept.contains("[redacted]") && kept.contains("\"n\""), "{kept}");
 }

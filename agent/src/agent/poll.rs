@@ -42,7 +42,7 @@ impl Agent {
                 () = self.stop.cancelled() => return,
             };
             let Ok(slot) = slot else { return };
-            if !self.certificate_holds() {
+            if !self.certificate_holds().await {
                 return;
             }
             let settings = *self.poll_settings.borrow();

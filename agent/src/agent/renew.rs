@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use chrono::Utc;
-use tracing::info;
+use chrono::{DateTime, Utc};
+use tracing::{info, warn};
 use wire::enroll::RenewRequest;
 
+use super::enroll::{Applicant, Way};
 use super::{Agent, BACKOFF_BASE, Fatal};
 use crate::api::ApiError;
 use crate::backoff::Backoff;
@@ -40,8 +41,13 @@ impl Agent {
     async fn renew_once(&self) -> bool {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         loop {
-            if !self.certificate_holds() {
+            let not_after = self.identity().not_after;
+            if !self.certificate_holds().await {
                 return false;
+            }
+            if self.identity().not_after != not_after {
+                // It had expired and was recovered meanwhile.
+                return true;
             }
             let asked = tokio::select! {
                 asked = self.ask_for_renewal() => asked,
@@ -76,13 +82,46 @@ impl Agent {
         Ok(identity)
     }
 
-    /// Looks at the certificate's end before it is shown to anybody. An expired one ends the agent.
-    pub(super) fn certificate_holds(&self) -> bool {
-        let identity = self.identity();
-        let expired = identity.is_expired(Utc::now());
-        if expired {
-            self.fail(Fatal::CertificateExpired { not_after: identity.not_after });
+    /// Looks at the certificate's end before it is shown to anybody, and recovers an identity that has ended. Returns whether the
+    /// agent goes on.
+    pub(super) async fn certificate_holds(&self) -> bool {
+        if !self.identity().is_expired(Utc::now()) {
+            return true;
         }
-        !expired
+        let _alone = self.recovering.lock().await;
+        let identity = self.identity();
+        if !identity.is_expired(Utc::now()) {
+            return true;
+        }
+        let recovered = tokio::select! {
+            recovered = self.recover(identity.not_after) => recovered,
+            () = self.stop.cancelled() => return false,
+        };
+        match recovered {
+            Ok(()) => true,
+            Err(fatal) => {
+                self.fail(fatal);
+                false
+            }
+        }
+    }
+
+    async fn recover(&self, not_after: DateTime<Utc>) -> Result<(), Fatal> {
+        if self.config.enrollment_token.is_none() {
+            return Err(Fatal::CertificateExpired { not_after });
+        }
+        warn!(certificate_not_after = %not_after, "the certificate has expired: recovering the identity");
+        let applicant = Applicant {
+            config: &self.config,
+            identities: &self.identities,
+            recovery_key: &self.recovery_key,
+            boot_id: self.boot_id,
+            inventory: self.inventory.clone(),
+            verifier_set_version: super::held(&self.verifiers).version(),
+        };
+        let obtained = applicant.apply(Way::Recover).await?;
+        self.take_identity(obtained.identity)?;
+        self.follow_verifiers(&obtained.verifier_sets);
+        Ok(())
     }
 }

@@ -4,9 +4,15 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use ed25519_dalek::{Signature, Signer as _, SigningKey};
+use sha2::{Digest as _, Sha256};
+
 use crate::inventory::Inventory;
 use crate::keys::{PublicKey, VerifierSet};
 use crate::secret::Token;
+
+/// Begins every signed recovery, so that its signature can be taken for nothing else.
+const RECOVERY_DOMAIN: &[u8] = b"gpuaas-recovery-v1\0";
 
 /// Body of `POST /internal/v1/nodes/{id}/enroll`. The token is spent by the first such request that succeeds; the same
 /// request sent again (same key in the CSR) is answered with the same certificate.
@@ -48,6 +54,68 @@ pub struct EnrollAnswer {
     pub verifier_sets: Vec<VerifierSet>,
 }
 
+/// Answer to `GET /internal/v1/nodes/{id}/recover/nonce` (200).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NonceAnswer {
+    /// To be signed as it is.
+    pub nonce: String,
+    pub expires_at: DateTime<Utc>,
+}
+
+/// Body of `POST /internal/v1/nodes/{id}/recover`. Sent again with the same CSR and a new nonce where its answer was lost.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RecoverRequest {
+    /// The token that was spent at enrollment.
+    pub enrollment_token: Token,
+    /// As the last answer told it; 1 where none came.
+    pub identity_generation: u64,
+    pub nonce: String,
+    /// PKCS #10, PEM.
+    pub csr_pem: String,
+    /// Ed25519 by the recovery key, over [`recovery_bytes`].
+    #[serde(with = "crate::base64_bytes")]
+    pub nonce_signature: Vec<u8>,
+    pub boot_id: Uuid,
+    pub agent_version: String,
+    pub protocol: u16,
+    #[serde(default)]
+    pub verifier_set_version: u64,
+}
+
+impl RecoverRequest {
+    /// Signs the request with the node's recovery key.
+    pub fn sign(&mut self, node_id: Uuid, key: &SigningKey) {
+        self.nonce_signature = key.sign(&self.bytes(node_id)).to_bytes().to_vec();
+    }
+
+    /// Whether it was signed for this node with the key that `key` belongs to.
+    #[must_use]
+    pub fn is_signed_by(&self, node_id: Uuid, key: &PublicKey) -> bool {
+        Signature::from_slice(&self.nonce_signature)
+            .is_ok_and(|signature| key.verifying_key().verify_strict(&self.bytes(node_id), &signature).is_ok())
+    }
+
+    fn bytes(&self, node_id: Uuid) -> Vec<u8> {
+        recovery_bytes(node_id, &self.nonce, &self.csr_pem, self.identity_generation)
+    }
+}
+
+/// What a recovery's signature is over: a prefix, the node's id (16 bytes), the nonce with its length before it (4 bytes, big-endian),
+/// SHA-256 of the CSR's PEM text, and the identity generation (8 bytes, big-endian).
+#[must_use]
+pub fn recovery_bytes(node_id: Uuid, nonce: &str, csr_pem: &str, identity_generation: u64) -> Vec<u8> {
+    let length = u32::try_from(nonce.len()).unwrap_or(u32::MAX);
+    [
+        RECOVERY_DOMAIN,
+        node_id.as_bytes(),
+        &length.to_be_bytes(),
+        nonce.as_bytes(),
+        &Sha256::digest(csr_pem.as_bytes()),
+        &identity_generation.to_be_bytes(),
+    ]
+    .concat()
+}
+
 /// What the agent needs to recover an expired identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recovery {
@@ -55,4 +123,40 @@ pub struct Recovery {
     pub identity_generation: u64,
     /// Recoveries left before an operator has to look.
     pub remaining: u32,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recovery_is_signed_for_one_node_one_nonce_one_request_and_one_generation() {
+        let key = SigningKey::from_bytes(&[1; 32]);
+        let node = Uuid::from_u128(5);
+        let mut signed = RecoverRequest {
+            enrollment_token: Token::new("t"),
+            identity_generation: 1,
+            nonce: "n".into(),
+            csr_pem: "csr".into(),
+            nonce_signature: Vec::new(),
+            boot_id: Uuid::nil(),
+            agent_version: "1".into(),
+            protocol: 3,
+            verifier_set_version: 0,
+        };
+        assert!(!signed.is_signed_by(node, &PublicKey::from(&key)));
+        signed.sign(node, &key);
+        assert!(signed.is_signed_by(node, &PublicKey::from(&key)));
+        assert!(!signed.is_signed_by(Uuid::from_u128(6), &PublicKey::from(&key)));
+        assert!(!signed.is_signed_by(node, &PublicKey::from(&SigningKey::from_bytes(&[2; 32]))));
+        let altered = [
+            RecoverRequest { identity_generation: 2, ..signed.clone() },
+            RecoverRequest { nonce: "m".into(), ..signed.clone() },
+            RecoverRequest { csr_pem: "other".into(), ..signed.clone() },
+            RecoverRequest { nonce_signature: vec![0; 64], ..signed.clone() },
+            RecoverRequest { nonce_signature: vec![0; 63], ..signed },
+        ];
+        assert!(altered.iter().all(|request| !request.is_signed_by(node, &PublicKey::from(&key))));
+    }
 }

@@ -117,6 +117,7 @@ pub(super) async fn list(
         description = "A value of the caller's own: a repetition with it gets the first answer.",
         min_length = 1,
         max_length = 255,
+        pattern = "^[!-~]([ -~]*[!-~])?$",
     )),
     request_body = NewAllocation,
     responses((status = 201, description = "The allocation.", body = AllocationView)),

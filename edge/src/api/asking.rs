@@ -17,8 +17,8 @@ use uuid::Uuid;
 use crate::answer::{Explain, not_answered};
 use crate::auth::{ADMIN, Acting, Caller};
 use crate::correlation::Scope;
-use crate::error::ApiError;
-use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
+use crate::error::{ApiError, Code};
+use crate::idempotency::{COUNTERS, IdempotencyKey, Replayed, RequestLine};
 use crate::services::Services;
 
 use super::stored::find;
@@ -56,7 +56,7 @@ macro_rules! rights {
     )+};
 }
 
-rights! { SeeSkus, ApproveSkus, BindPlatformRoles }
+rights! { SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {
@@ -77,7 +77,7 @@ impl FromRequestParts<Services> for ByUser {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let caller = Caller::from_request_parts(parts, services).await?;
+        let caller = within_limit(parts, services).await?;
         let asking = Asking::of(caller, parts, services).await?;
         if asking.caller.roles.is_empty() {
             return Err(ApiError::forbidden(
@@ -92,7 +92,7 @@ impl FromRequestParts<Services> for ByAdmin {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let crate::auth::Admin(caller) = crate::auth::Admin::from_request_parts(parts, services).await?;
+        let crate::auth::Admin(caller) = within_limit(parts, services).await?.into_admin()?;
         Asking::of(caller, parts, services).await.map(Self)
     }
 }
@@ -101,7 +101,7 @@ impl<R: Right> FromRequestParts<Services> for May<R> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let caller = Caller::from_request_parts(parts, services).await?;
+        let caller = within_limit(parts, services).await?;
         let mut asking = Asking::of(caller, parts, services).await?;
         let suffices = |asking: &Asking| authorize(&asking.principal(), R::ACTION);
         if suffices(&asking).is_err() {
@@ -131,6 +131,28 @@ fn refusal(action: Action) -> ApiError {
     ApiError::forbidden(format!(
         "This needs {admin}the platform role `{roles}`; ask an administrator to bind it to you."
     ))
+}
+
+/// Whoever asks, known by their token and within the limit of the route's group.
+async fn within_limit(parts: &mut request::Parts, services: &Services) -> Result<Caller, ApiError> {
+    let (policy, now) = (services.world.policy(), services.world.now());
+    let caller = match Caller::from_request_parts(parts, services).await {
+        Ok(caller) => caller,
+        Err(error) => {
+            if error.code() == Code::Unauthenticated {
+                services.limiter.token_refused(parts, &policy, now)?;
+            }
+            return Err(error);
+        }
+    };
+    let scopes = Scopes {
+        user_id: Some(caller.user_id.clone()),
+        project_id: caller.project_id.clone(),
+        org_id: caller.org_id.clone(),
+        plan: caller.plan.clone(),
+    };
+    services.limiter.take(parts, &scopes, &policy, now).await?;
+    Ok(caller)
 }
 
 /// The caller as the machines know callers: of the roles in the token, those that mean something here.
@@ -231,11 +253,15 @@ impl Asking {
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         let by = self.principal();
         let key = self.key.as_ref().map(|key| self.line.command(&by, key, body)).transpose()?;
-        self.send::<M>(id, command, |asked| match key {
+        let answer = self.send::<M>(id, command, |asked| match key {
             Some(key) => asked.once(key),
             None => asked,
-        })
-        .await
+        });
+        let answer = answer.await?;
+        if let (Some(_), Ok(answered)) = (&self.key, &answer) {
+            COUNTERS.answered(answered);
+        }
+        Ok(answer)
     }
 
     /// Asks a command whose answer is a secret: nothing of it is kept, so a repetition is a new command.

@@ -1,19 +1,54 @@
-//! The API's own description.
+//! The API's own description, for programs and for people.
+
+mod complete;
+mod example;
+mod refusal;
+
+pub(super) use complete::complete;
+#[cfg(test)]
+pub(super) use refusal::CODES;
+pub(super) use refusal::refusals;
+
+use std::sync::LazyLock;
 
 use axum::Extension;
 use axum::body::Bytes;
 use axum::http::{HeaderName, HeaderValue, header};
-use utoipa::openapi::OpenApi;
+use utoipa::openapi::security::{ClientCredentials, Flow, OAuth2, OpenIdConnect, Scopes, SecurityScheme};
+use utoipa::openapi::{OpenApi, Server};
 
-/// The description, written down once.
+use crate::error::ApiError;
+use crate::services::Services;
+
+/// The description as this installation serves it, written down once.
 #[derive(Clone)]
 pub(super) struct Document(Bytes);
 
 impl Document {
-    pub(super) fn of(api: &OpenApi) -> Self {
-        Self(serde_json::to_vec(api).unwrap_or_default().into())
+    pub(super) fn of(api: &OpenApi, services: &Services) -> Self {
+        let mut api = api.clone();
+        let public_url = services.addresses.public_url.trim_end_matches('/');
+        api.servers = Some(vec![Server::new(public_url)]);
+        let issuer = services.authenticator.issuer().trim_end_matches('/');
+        let provider = OpenIdConnect::with_description(
+            format!("{issuer}/.well-known/openid-configuration"),
+            "Where access tokens come from: the token URL stands in the provider's discovery document.".to_owned(),
+        );
+        let token_url = format!("{public_url}/api/v1/service-accounts/token");
+        let client = OAuth2::with_description(
+            [Flow::ClientCredentials(ClientCredentials::new(token_url, Scopes::new()))],
+            "How a program gets its token: a service account's id and key.",
+        );
+        let components = api.components.get_or_insert_default();
+        components.add_security_scheme(PROVIDER, SecurityScheme::OpenIdConnect(provider));
+        components.add_security_scheme(SERVICE_ACCOUNT, SecurityScheme::OAuth2(client));
+        Self(serde_json::to_vec(&api).unwrap_or_default().into())
     }
 }
+
+/// The security schemes that say where tokens come from.
+pub(super) const PROVIDER: &str = "identity_provider";
+pub(super) const SERVICE_ACCOUNT: &str = "client_credentials";
 
 /// This description, OpenAPI 3.1.
 #[utoipa::path(
@@ -23,4 +58,51 @@ impl Document {
 )]
 pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> ([(HeaderName, HeaderValue); 1], Bytes) {
     ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
+}
+
+/// The page is the reader's, with everything that asks another host switched off. It brings no script of its own: the reader mounts
+/// itself on the element `api-reference`.
+const PAGE: &str = include_str!("document/page.html");
+
+/// What the page may do: run the reader and fetch from where it came, and nothing else. The reader writes its own style sheet.
+const PAGE_MAY: &str = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; font-src data:; \
+                        connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+static READER: LazyLock<Option<Bytes>> =
+    LazyLock::new(|| scalar_api_reference::get_asset("scalar.js").map(Bytes::from));
+
+type Asset<const N: usize> = ([(HeaderName, HeaderValue); N], Bytes);
+
+/// This description as a page to read.
+///
+/// It asks no other host for anything.
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+)]
+pub(super) async fn page() -> Asset<4> {
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
+        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_MAY)),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+    ];
+    (headers, Bytes::from_static(PAGE.as_bytes()))
+}
+
+/// The script of the page.
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "The script.", content_type = "text/javascript", body = String)),
+)]
+pub(super) async fn reader() -> Result<Asset<3>, ApiError> {
+    let script = READER.clone().ok_or_else(|| ApiError::internal("the reader of the description is not built in"))?;
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/javascript; charset=utf-8")),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("public, max-age=3600")),
+    ];
+    Ok((headers, script))
 }

@@ -8,6 +8,8 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::secret_shape::holds_a_secret;
+
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
     ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:literal, $fits:expr;)+) => {$(
@@ -108,6 +110,16 @@ impl Visitor<'_> for Whole {
             i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
         self.visit_i64(signed)
     }
+
+    /// To JSON, 7.0 is a whole number as 7 is (JSON Schema 2020-12, core, section 4.2.3).
+    fn visit_f64<E: Error>(self, number: f64) -> Result<i64, E> {
+        const EXACT: f64 = 9_007_199_254_740_992.0;
+        if number.fract() == 0.0 && number.abs() <= EXACT {
+            #[allow(clippy::cast_possible_truncation)]
+            return self.visit_i64(number as i64);
+        }
+        Err(E::invalid_type(serde::de::Unexpected::Float(number), &self))
+    }
 }
 
 fn without_control(text: &str) -> bool {
@@ -120,13 +132,15 @@ fn is_code(text: &str) -> bool {
 }
 
 texts! {
-    /// Why it is done; kept in the audit log.
-    Reason: 500, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
-    /// What people call it.
-    Label: 100, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
+    Reason: 500, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+        |text| without_control(text) && !holds_a_secret(text);
+    /// What people call it. What looks like a key, a token or a password is refused.
+    Label: 100, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+        |text| without_control(text) && !holds_a_secret(text);
     /// A text that somebody reads as a whole.
-    Statement: 4000, "text without control characters other than line ends",
-        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n');
+    Statement: 4000, "text without control characters other than line ends and without secrets",
+        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n') && !holds_a_secret(text);
     /// The name of a SKU, unique in the catalog.
     SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
         r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();
@@ -144,12 +158,29 @@ texts! {
         |text| text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// One public key in OpenSSH's text form, as it stands in a `.pub` file: type, base64, perhaps a comment; no options.
-    PublicKeyText: 8192, "one public key in OpenSSH's text form", r"^[\s\S]+$", |_| true;
+    PublicKeyText: 8192, "one public key in OpenSSH's text form",
+        r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// Who did something, as the audit log names them: what they are, a colon, their id.
+    ActorName: 300, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    /// A name in the audit log: an action, a kind, a correlation id.
+    AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
+    PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
+        |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
+            && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
+}
+
+impl ClaimId {
+    /// One that was read before, and kept.
+    pub(crate) const fn kept(id: String) -> Self {
+        Self(id)
+    }
 }
 
 numbers! {
@@ -238,6 +269,7 @@ mod tests {
             format!(r#"{{"text":"{longest}"}}"#),
             r#"{"port":1}"#.into(),
             r#"{"port":65535}"#.into(),
+            r#"{"port":22.0}"#.into(),
             r#"{"name":"h100x4.b-2"}"#.into(),
             r#"{"list":null}"#.into(),
             r#"{"list":["a","a"]}"#.into(),

@@ -1,5 +1,6 @@
 //! The inventory of nodes, and what administrators do with a node (decisions 4, *Node onboarding and identity*).
 
+mod onboarding;
 mod tasks;
 mod view;
 
@@ -8,32 +9,28 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use chrono::{DateTime, Utc};
 use domain::node::{Command, Life, Node, OnboardingMode, Probe, Registration, Rejection, Reply};
-use domain::{NodeId, TokenId};
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
+pub(super) use onboarding::*;
 pub(super) use tasks::*;
 
 use super::asking::{Asking, ByAdmin, replayed};
-use super::field::{Because, GpuCount, HostName, LoginName, Port, PublicKeyText, Reason, RegionCode, SkuRef, TokenTtl};
+use super::field::{Because, GpuCount, HostName, LoginName, Port, PublicKeyText, Reason, RegionCode, SkuRef};
 use super::sku;
 use super::stored::{self, Stored, etag, find, if_match, wait_until};
 use crate::answer::not_answered;
-use crate::body::{self, JsonOrDefault, Path};
-use crate::bundle::bootstrap_bundle;
-use crate::correlation::no_store;
+use crate::body::{self, Path};
 use crate::error::{ApiError, Code};
 use crate::host::Host;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::probe::Probed;
 use crate::services::Services;
 use crate::ssh_public_key::SshPublicKey;
-use crate::token::{Purpose, mint};
 use view::{NodeView, StateName};
 
 /// How long the removal of a node is waited for.
@@ -73,27 +70,11 @@ pub(super) enum Mode {
 /// What changes of a node. What is left out stays; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(min_properties = 1)]
 pub(super) struct NodeChange {
     host: Option<HostName>,
     port: Option<Port>,
     ssh_username: Option<LoginName>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct NewToken {
-    /// How long the token holds; policy `node.enrollment_token_ttl_seconds` where it is left out.
-    ttl_seconds: Option<TokenTtl>,
-}
-
-/// A single-use enrollment token, in the bundle that a node is set up with.
-#[derive(Serialize, ToSchema)]
-pub(super) struct IssuedToken {
-    token_id: Uuid,
-    expires_at: DateTime<Utc>,
-    /// Everything that the node's agent is set up with. It holds the token: it is shown once and stored nowhere.
-    #[schema(value_type = Object)]
-    bootstrap_bundle: wire::bundle::BootstrapBundle,
 }
 
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -201,7 +182,8 @@ pub(super) async fn get(
     path = "/",
     params(
         ("id" = Uuid, Path, description = "The node's id"),
-        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on"),
+        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on",
+            pattern = r#"^"[0-9]{1,18}"$"#),
     ),
     request_body = NodeChange,
     responses((status = 200, description = "The node.", body = NodeView)),
@@ -224,35 +206,6 @@ pub(super) async fn revise(
     };
     let answered = asking.ask::<Node>(id, command, &change).await?;
     shown(&services, &asking, StatusCode::OK, answered).await
-}
-
-/// Issues a single-use enrollment token, which voids an earlier one.
-///
-/// The answer is a secret: it is stored nowhere, so a repetition issues a new token whatever its `Idempotency-Key`.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
-    request_body(content = NewToken, description = "May be left out."),
-    responses((status = 201, description = "The token, in its bundle. `Cache-Control: no-store`.", body = IssuedToken)),
-)]
-pub(super) async fn issue_token(
-    ByAdmin(asking): ByAdmin,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    JsonOrDefault(new): JsonOrDefault<NewToken>,
-) -> Result<Response, ApiError> {
-    let (minted, token_id) = (mint(Purpose::Enrollment), Uuid::now_v7());
-    let command = Command::IssueToken {
-        token_id: TokenId(token_id),
-        token_sha256: minted.hash.to_bytes(),
-        ttl_seconds: new.ttl_seconds.map(|ttl| ttl.0),
-    };
-    let answered = asking.ask_unstored::<Node>(id, command).await?;
-    let Reply::TokenIssued { expires_at } = answered.reply else { return Err(unexpected()) };
-    let bootstrap_bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
-    let issued = IssuedToken { token_id, expires_at, bootstrap_bundle };
-    Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
 }
 
 /// Takes a node out of service.

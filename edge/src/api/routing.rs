@@ -1,6 +1,7 @@
 //! Turns the page of routes into a router and its description: what every route has in common is said once, here.
 
 use axum::Router;
+use axum::middleware::from_fn_with_state;
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::path::{Operation, Parameter, ParameterBuilder, ParameterIn, PathItem};
 use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
@@ -9,9 +10,12 @@ use utoipa::openapi::{OpenApi, RefOr, Required, Response};
 use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
-use crate::error::{Code, Envelope, openapi_responses};
+use super::allocation;
+use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
+use crate::error::{Code, Envelope};
 use crate::idempotency;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
+use crate::rate_limit::{Group, in_group};
 use crate::services::Services;
 
 /// The name of the security scheme in the description.
@@ -69,6 +73,8 @@ pub(super) struct Row {
     pub(super) who: Who,
     pub(super) verb: Verb,
     pub(super) path: &'static str,
+    /// Whose rate limit holds, where the route asks for a token.
+    pub(super) group: Group,
     /// Unique, for generated clients.
     pub(super) operation_id: &'static str,
     pub(super) tag: &'static str,
@@ -104,13 +110,14 @@ impl Routes {
         if row.who == Who::Anyone {
             self.open = self.open.merge(router);
         } else {
-            self.guarded = self.guarded.merge(router);
+            self.guarded = self.guarded.merge(router.route_layer(from_fn_with_state(row.group, in_group)));
         }
         self
     }
 
     /// The router and its description. Who asks for health is answered however busy the rest is.
-    pub(super) fn finish(self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
+    pub(super) fn finish(mut self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
+        complete(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
         (open.merge(bounded(self.guarded, timeout, at_most)), self.api)
     }
@@ -127,6 +134,8 @@ fn description() -> OpenApi {
     let mut api = Description::openapi();
     let components = api.components.get_or_insert_default();
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
+    // What is inside of another body's text is not found by way of its route.
+    components.schemas.insert(allocation::Transition::name().into_owned(), allocation::Transition::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
     components
@@ -162,8 +171,9 @@ fn describe(operation: &mut Operation, row: &Row) {
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
         Who::User | Who::Admin | Who::Bound => {
-            codes.extend([Code::Unauthenticated, Code::Forbidden]);
-            operation.security = Some(vec![requirement(BEARER)]);
+            codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
+            operation.responses.responses.values_mut().for_each(describe_limit);
+            operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body {
@@ -189,7 +199,7 @@ fn describe(operation: &mut Operation, row: &Row) {
         }
         Verb::Get | Verb::Patch | Verb::Delete => {}
     }
-    for (status, response) in openapi_responses(&codes).responses {
+    for (status, response) in refusals(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);
     }
 }
@@ -205,6 +215,18 @@ fn describe_replay(response: &mut RefOr<Response>) {
     }
 }
 
+fn describe_limit(response: &mut RefOr<Response>) {
+    if let RefOr::T(response) = response {
+        for (name, what) in [
+            ("RateLimit-Policy", "The limit: `\"api\";q=120;w=60` is 120 requests in 60 seconds."),
+            ("RateLimit", "What is left of it, and the seconds until all of it is there again: `\"api\";r=119;t=1`."),
+        ] {
+            let header = HeaderBuilder::new().description(Some(what));
+            response.headers.insert(name.to_owned(), RefOr::T(header.build()));
+        }
+    }
+}
+
 fn describe_key(operation: &mut Operation, what: &str) {
     let parameters = operation.parameters.get_or_insert_default();
     let declared = |parameter: &RefOr<Parameter>| match parameter {
@@ -217,7 +239,8 @@ fn describe_key(operation: &mut Operation, what: &str) {
     let text = ObjectBuilder::new()
         .schema_type(SchemaType::new(Type::String))
         .min_length(Some(1))
-        .max_length(Some(idempotency::MAX_LEN));
+        .max_length(Some(idempotency::MAX_LEN))
+        .pattern(Some(idempotency::PATTERN));
     let key = ParameterBuilder::new()
         .name("Idempotency-Key")
         .parameter_in(ParameterIn::Header)

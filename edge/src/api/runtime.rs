@@ -6,14 +6,26 @@ use chrono::{DateTime, Utc};
 use domain::{EntityRef, Kind};
 use persistence::read::HistoryRow;
 use serde::Serialize;
-use utoipa::ToSchema;
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 use uuid::Uuid;
 
 use crate::api::asking::ByAdmin;
 use crate::body::{Path, Query};
 use crate::error::ApiError;
-use crate::runtime::{ClusterReport, EntityNode, Tree, TreeFilter};
+use crate::runtime::{ClusterReport, EntityNode, Tree, TreeFilter, kinds};
 use crate::services::Services;
+
+/// The name of a kind, in a path.
+struct KindName;
+
+impl PartialSchema for KindName {
+    fn schema() -> RefOr<Schema> {
+        kinds().into()
+    }
+}
+
+impl ToSchema for KindName {}
 
 /// How many transitions are shown of an entity.
 const SHOWN: u32 = 50;
@@ -82,7 +94,7 @@ pub(super) async fn cluster(_: ByAdmin, State(services): State<Services>) -> Res
     get,
     path = "/",
     params(
-        ("kind" = String, Path, description = "A kind of entity, such as node or allocation"),
+        ("kind" = inline(KindName), Path, description = "What kind of entity"),
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
     responses((status = 200, description = "The entity.", body = EntityReport)),
@@ -104,7 +116,7 @@ pub(super) async fn entity(
     post,
     path = "/",
     params(
-        ("kind" = String, Path, description = "A kind of entity, such as node or allocation"),
+        ("kind" = inline(KindName), Path, description = "What kind of entity"),
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
     responses((status = 200, description = "Done.", body = Restarted)),

@@ -61,6 +61,7 @@ pub(super) struct NewGpu {
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewCpu {
+    #[schema(example = "AMD EPYC 9654")]
     model: Label,
     cores: CpuCores,
 }
@@ -75,6 +76,7 @@ pub(super) struct NewPrice {
 /// What changes of a SKU. What is left out stays; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(min_properties = 1)]
 pub(super) struct SkuChange {
     /// A new version of the price. Running allocations keep the price that they began with.
     price: Option<NewPrice>,
@@ -132,6 +134,7 @@ pub(super) struct GpuView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Cpu)]
 pub(super) struct CpuView {
+    #[schema(example = "AMD EPYC 9654")]
     model: String,
     cores: u32,
 }

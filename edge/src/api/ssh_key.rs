@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::tenant::{Command, Reply, SshKey, Tenant};
+use domain::tenant::{Command, KeyCause, Reply, SshKey, Tenant};
 use domain::{Kind, SshKeyId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -19,7 +19,7 @@ use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
-use crate::ssh_public_key::SshPublicKey;
+use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 
 /// A public key to be registered.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -100,9 +100,15 @@ pub(super) async fn add(
     ByUser(asking): ByUser,
     body::Json(new): body::Json<NewSshKey>,
 ) -> Result<impl IntoResponse, ApiError> {
-    let key = SshPublicKey::parse(&new.public_key).map_err(|error| {
-        ApiError::invalid_request(format!("`public_key` is refused: {error}.")).detail("field", "public_key")
-    })?;
+    let key = match SshPublicKey::parse(&new.public_key) {
+        Ok(key) => key,
+        Err(error) => {
+            let (user_id, cause) = (asking.caller.user_id.clone(), cause_of(&error));
+            asking.ask_unstored::<Tenant>(tenant_of(&asking), Command::RefuseKey { user_id, cause }).await?;
+            let refusal = ApiError::invalid_request(format!("`public_key` is refused: {error}."));
+            return Err(refusal.detail("field", "public_key"));
+        }
+    };
     let command = Command::AddKey {
         user_id: asking.caller.user_id.clone(),
         name: new.name.to_string(),
@@ -113,6 +119,19 @@ pub(super) async fn add(
     let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &new).await?;
     let replayed = replayed(&answered);
     Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
+}
+
+/// The cause as the audit log names it.
+const fn cause_of(error: &SshPublicKeyError) -> KeyCause {
+    match error {
+        SshPublicKeyError::PrivateKey => KeyCause::PrivateKey,
+        SshPublicKeyError::UnsupportedType(_) | SshPublicKeyError::RsaSize(_) => KeyCause::Weak,
+        SshPublicKeyError::NoType => KeyCause::Options,
+        SshPublicKeyError::Empty
+        | SshPublicKeyError::TooLong
+        | SshPublicKeyError::NotOneLine
+        | SshPublicKeyError::Malformed => KeyCause::Unreadable,
+    }
 }
 
 /// Deletes a key.

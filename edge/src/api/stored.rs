@@ -172,7 +172,9 @@ pub(crate) fn if_match(headers: &axum::http::HeaderMap) -> Result<Option<i64>, A
     if text == "*" && more.is_none() {
         return Ok(None);
     }
-    let version = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).and_then(|text| text.parse().ok());
+    let version = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    let version =
+        version.filter(|text| text.bytes().all(|byte| byte.is_ascii_digit())).and_then(|text| text.parse().ok());
     match version {
         Some(version) if more.is_none() => Ok(Some(version)),
         Some(_) | None => {

@@ -2,12 +2,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod allocations;
+mod audit;
 mod contract;
+mod errors;
 mod inputs;
 mod nodes;
 mod overview;
 mod people;
 mod platform_roles;
+mod policies;
 mod repetitions;
 mod service_accounts;
 mod skus;

@@ -19,6 +19,7 @@ use domain::NodeId;
 use domain::node::{Certificate, Command, Enrollment, Reply};
 use domain::policy::{Key, Scopes};
 use secrecy::SecretString;
+use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::VerifierSet;
 use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
@@ -41,6 +42,7 @@ pub(super) async fn enroll(
     let issued = api.issue(node_id, &request.csr_pem)?;
     let command = Command::Enroll(Box::new(Enrollment {
         token_sha256: token.to_bytes(),
+        csr_sha256: Sha256::digest(request.csr_pem.as_bytes()).into(),
         issued: certificate(&issued),
         recovery_public_key: request.recovery_public_key.to_string(),
         boot_id: request.boot_id.to_string(),
@@ -74,7 +76,7 @@ pub(super) async fn renew(
 }
 
 impl NodeApi {
-    fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<Issued, ApiError> {
+    pub(super) fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<Issued, ApiError> {
         let world = &self.services.world;
         let now = world.now();
         let ttl = world.policy().seconds(Key::NodeCertificateTtl, &Scopes::global(), now);
@@ -94,11 +96,11 @@ impl NodeApi {
     }
 }
 
-fn certificate(issued: &Issued) -> Certificate {
+pub(super) fn certificate(issued: &Issued) -> Certificate {
     Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0 }
 }
 
-fn answer(issued: Issued, reply: &Reply, verifier_sets: Vec<VerifierSet>) -> Result<EnrollAnswer, ApiError> {
+pub(super) fn answer(issued: Issued, reply: &Reply, verifier_sets: Vec<VerifierSet>) -> Result<EnrollAnswer, ApiError> {
     let Reply::Enrolled { identity_generation, recoveries_left } = reply else { return Err(unexpected(reply)) };
     Ok(EnrollAnswer {
         certificate_pem: issued.certificate_pem,

@@ -64,7 +64,7 @@ pub(super) async fn record(
 
 impl NodeApi {
     /// The node as it was committed last.
-    async fn node(&self, node_id: NodeId) -> Result<Option<Arc<Node>>, ApiError> {
+    pub(super) async fn node(&self, node_id: NodeId) -> Result<Option<Arc<Node>>, ApiError> {
         if let Some((node, _)) = self.services.directory.host().remembered::<Node>(node_id.0) {
             return Ok(Some(node));
         }

@@ -4,6 +4,7 @@
 pub(crate) mod agent;
 mod enrolling;
 mod identity;
+mod recovering;
 mod reporting;
 mod store;
 mod waiting;

@@ -2,10 +2,10 @@
 
 use super::Sequences;
 use crate::outbox::OutboxRow;
+use domain::audit::Audit;
 use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
-use domain::machine::Audit;
 use sqlx::PgConnection;
 use sqlx::Row;
 use sqlx::postgres::{PgBindIterExt, PgRow};
@@ -175,7 +175,7 @@ impl Batch {
             .bind(self.each(|job| job.commit.traceparent.as_deref()).bind_iter())
             .bind(self.audits().map(|said| said.ord).bind_iter())
             .bind(self.audits().map(|said| said.seq).bind_iter())
-            .bind(self.audits().map(|said| said.row.action).bind_iter())
+            .bind(self.audits().map(|said| said.row.action.as_str()).bind_iter())
             .bind(self.audits().map(|said| said.row.target.kind.as_str()).bind_iter())
             .bind(self.audits().map(|said| said.row.target.id).bind_iter())
             .bind(self.audits().map(|said| said.json).bind_iter())

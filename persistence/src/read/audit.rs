@@ -2,6 +2,7 @@
 
 use super::entity::shard;
 use super::{Page, Reads, one_more};
+use crate::audit::SignedHead;
 use crate::error::{Doing, StoreError};
 use domain::commit::Epoch;
 use domain::id::Shard;
@@ -21,6 +22,15 @@ pub struct AuditRow {
     pub target_id: Uuid,
     pub correlation_id: String,
     pub metadata: serde_json::Value,
+    /// `None` until it is sealed, within a second.
+    pub seal: Option<AuditSeal>,
+}
+
+/// A row's place in its shard's chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditSeal {
+    pub number: i64,
+    pub hash: [u8; 32],
 }
 
 /// Where a row stands: by time, and within an instant by the order of its shard's commits.
@@ -37,7 +47,9 @@ pub struct AuditPlace {
 pub struct AuditFilter {
     pub actor: Option<String>,
     pub action: Option<String>,
+    pub target_kind: Option<String>,
     pub target: Option<Uuid>,
+    pub correlation_id: Option<String>,
     /// From this instant on.
     pub from: Option<Timestamp>,
     /// Before this instant.
@@ -56,7 +68,8 @@ impl Reads {
         limit: u32,
     ) -> Result<Page<AuditRow, AuditPlace>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(
-            "SELECT shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at FROM audit WHERE true",
+            "SELECT shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at, number, hash
+             FROM audit LEFT JOIN audit_seal USING (shard, epoch, seq) WHERE true",
         );
         if let Some(actor) = &filter.actor {
             query.push(" AND actor = ").push_bind(actor);
@@ -64,8 +77,14 @@ impl Reads {
         if let Some(action) = &filter.action {
             query.push(" AND action = ").push_bind(action);
         }
+        if let Some(kind) = &filter.target_kind {
+            query.push(" AND target_kind = ").push_bind(kind);
+        }
         if let Some(target) = filter.target {
             query.push(" AND target_id = ").push_bind(target);
+        }
+        if let Some(correlation_id) = &filter.correlation_id {
+            query.push(" AND correlation_id = ").push_bind(correlation_id);
         }
         if let Some(from) = filter.from {
             query.push(" AND at >= ").push_bind(from);
@@ -85,8 +104,33 @@ impl Reads {
     }
 }
 
+impl Reads {
+    /// The newest signed head of every shard that has one.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn audit_heads(&self) -> Result<Vec<SignedHead>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT DISTINCT ON (shard) shard, number, epoch, seq, hash, sealed_at, key_id, signature FROM audit_head
+             ORDER BY shard, number DESC",
+        )
+        .fetch_all(&self.pool)
+        .await;
+        let heads: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(SignedHead::of).collect());
+        heads.doing("reading the heads of the audit log")
+    }
+}
+
 fn audit_row(row: &PgRow) -> Result<AuditRow, sqlx::Error> {
     let (epoch, seq) = (Epoch(row.try_get("epoch")?), row.try_get("seq")?);
+    let seal = match row.try_get::<Option<i64>, _>("number")? {
+        None => None,
+        Some(number) => {
+            let hash: Vec<u8> = row.try_get("hash")?;
+            // Of another length: somebody changed it, and `gpuaas audit verify` says so.
+            Some(AuditSeal { number, hash: hash.try_into().unwrap_or([0; 32]) })
+        }
+    };
     Ok(AuditRow {
         place: AuditPlace { at: row.try_get("at")?, shard: shard(row)?, epoch, seq },
         actor: row.try_get("actor")?,
@@ -95,5 +139,6 @@ fn audit_row(row: &PgRow) -> Result<AuditRow, sqlx::Error> {
         target_id: row.try_get("target_id")?,
         correlation_id: row.try_get("correlation_id")?,
         metadata: row.try_get("metadata")?,
+        seal,
     })
 }

@@ -93,12 +93,12 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn snapshot(&self, entity: EntityRef) -> Result<Option<Snapshot>, StoreError> {
-        let row = sqlx::query_as("SELECT version, body::text FROM entity WHERE id = $1 AND kind = $2")
+        let query = sqlx::query("SELECT version, body::text FROM entity WHERE id = $1 AND kind = $2")
             .bind(entity.id)
-            .bind(entity.kind.as_str())
-            .fetch_optional(&self.pool)
-            .await;
-        row.map(|row| row.map(|(version, body)| Snapshot { version, body })).doing("loading an entity")
+            .bind(entity.kind.as_str());
+        let row = self.kept.fetch_optional(query).await;
+        let snapshot = |row: PgRow| Ok(Snapshot { version: row.try_get(0)?, body: row.try_get(1)? });
+        row.and_then(|row| row.map(snapshot).transpose()).doing("loading an entity")
     }
 
     /// # Errors
@@ -106,7 +106,7 @@ impl Reads {
     pub async fn entity(&self, entity: EntityRef) -> Result<Option<EntityRow>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE id = ").push_bind(entity.id).push(" AND kind = ").push_bind(entity.kind.as_str());
-        let row = query.build().fetch_optional(&self.pool).await;
+        let row = self.kept.fetch_optional(query.build()).await;
         row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity")
     }
 
@@ -141,7 +141,7 @@ impl Reads {
                 .push(")");
         }
         query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
-        let rows = query.build().fetch_all(&self.pool).await;
+        let rows = self.kept.fetch_all(query.build()).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(entity_row).collect());
         let place = |row: &EntityRow| Cursor { created_at: row.created_at, id: row.entity.id };
         Ok(Page::of(rows.doing("listing entities")?, limit, place))
@@ -159,7 +159,7 @@ impl Reads {
         known: impl Iterator<Item = (NodeId, i64)>,
     ) -> Result<Vec<NodeRow>, StoreError> {
         let (ids, versions): (Vec<Uuid>, Vec<i64>) = known.map(|(node, version)| (node.0, version)).unzip();
-        let rows: Result<Vec<(Uuid, i64, Option<String>)>, _> = sqlx::query_as(
+        let query = sqlx::query(
             "SELECT entity.id, entity.version,
                     CASE WHEN known.version = entity.version THEN NULL ELSE entity.body::text END
              FROM entity LEFT JOIN unnest($3::uuid[], $4::bigint[]) AS known (id, version) ON known.id = entity.id
@@ -168,11 +168,12 @@ impl Reads {
         .bind(sku.0)
         .bind(state)
         .bind(ids)
-        .bind(versions)
-        .fetch_all(&self.pool)
-        .await;
-        let row = |(id, version, body)| NodeRow { node: NodeId(id), version, body };
-        rows.map(|rows| rows.into_iter().map(row).collect()).doing("reading the nodes of a SKU")
+        .bind(versions);
+        let rows = self.kept.fetch_all(query).await;
+        let row = |row: &PgRow| {
+            Ok(NodeRow { node: NodeId(row.try_get(0)?), version: row.try_get(1)?, body: row.try_get(2)? })
+        };
+        rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the nodes of a SKU")
     }
 
     /// Who refers to a SKU. Allocations are counted where they are held: on the SKU's nodes, or, while they look for one, among those
@@ -209,7 +210,7 @@ impl Reads {
         }
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE kind = ").push_bind(kind.as_str()).push(" AND unique_name = ").push_bind(name_or_id);
-        let row = query.build().fetch_optional(&self.pool).await;
+        let row = self.kept.fetch_optional(query.build()).await;
         row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity by name")
     }
 
@@ -223,16 +224,15 @@ impl Reads {
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<HistoryRow, i64>, StoreError> {
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT entity, version, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
                     correlation_id, at
              FROM history WHERE entity = $1 AND version < $2 ORDER BY version DESC LIMIT $3",
         )
         .bind(entity)
         .bind(before.unwrap_or(i64::MAX))
-        .bind(one_more(limit))
-        .fetch_all(&self.pool)
-        .await;
+        .bind(one_more(limit));
+        let rows = self.kept.fetch_all(query).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(history_row).collect());
         Ok(Page::of(rows.doing("reading a history")?, limit, |row| row.version))
     }
@@ -242,11 +242,10 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn command(&self, id: CommandId) -> Result<Option<Done>, StoreError> {
-        let row = sqlx::query_as("SELECT entity, digest, reply::text FROM command WHERE id = $1")
-            .bind(id.0)
-            .fetch_optional(&self.pool)
-            .await;
-        row.map(|row| row.map(|(entity, digest, reply)| Done { entity, digest, reply })).doing("reading a command")
+        let query = sqlx::query("SELECT entity, digest, reply::text FROM command WHERE id = $1").bind(id.0);
+        let row = self.kept.fetch_optional(query).await;
+        let done = |row: PgRow| Ok(Done { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? });
+        row.and_then(|row| row.map(done).transpose()).doing("reading a command")
     }
 
     /// How many entities there are, by kind and state. Kinds of a newer release are left out.

@@ -1,10 +1,48 @@
-//! Policy values, as a book that machines read.
+//! Policy values: as a book that machines read, and as a list.
 
-use super::Reads;
-use crate::error::{Doing, StoreError};
+use super::{Cursor, Page, Reads, one_more};
+use crate::error::{Doing, StoreError, damaged};
+use domain::id::{Kind, PolicyId};
 use domain::machine::Timestamp;
-use domain::policy::{Key, PolicyBook, Scope, Value};
+use domain::policy::{PolicyBook, Scope, ScopeValues, Written};
+use sqlx::postgres::PgRow;
 use sqlx::types::Json;
+use sqlx::{Postgres, QueryBuilder, Row};
+
+/// Which values. What is `None` admits all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PolicyFilter {
+    pub key: Option<String>,
+    /// Of one scope.
+    pub scope: Option<PolicyId>,
+    /// Of one kind of scopes, as [`Scope::kind`] names it.
+    pub scope_kind: Option<String>,
+}
+
+/// A value that holds in its scope, or will.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PolicyRow {
+    pub scope: Scope,
+    pub written: Written,
+}
+
+/// Every value that was not superseded by an instant, which stands between the two halves. A body that is not as it should be is
+/// left out here; the book warns of it.
+const VALUES: [&str; 2] = ["
+    SELECT scope, value, written_at, id FROM (
+        SELECT entity.id AS entity, entity.body -> 'scope' AS scope, value, value ->> 'key' AS key,
+               (value ->> 'effective_at')::timestamptz AS effective_at, (value ->> 'written_at')::timestamptz AS written_at,
+               (value ->> 'id')::uuid AS id,
+               max((value ->> 'effective_at')::timestamptz)
+                   FILTER (WHERE (value ->> 'effective_at')::timestamptz <= ", ")
+                   OVER (PARTITION BY entity.id, value ->> 'key') AS in_force_since
+        FROM entity
+        CROSS JOIN LATERAL jsonb_array_elements(
+            CASE jsonb_typeof(entity.body -> 'values') WHEN 'array' THEN entity.body -> 'values' ELSE '[]' END
+        ) AS value
+        WHERE entity.kind = 'policy'
+    ) AS values
+    WHERE effective_at >= coalesce(in_force_since, effective_at)"];
 
 impl Reads {
     /// Every policy value there is. A key that only another release knows, and a value that this one does not admit, are left
@@ -13,35 +51,67 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn policy_book(&self) -> Result<PolicyBook, StoreError> {
-        let rows: Vec<(String, String, String, Timestamp, Json<serde_json::Value>)> = sqlx::query_as(
-            "SELECT key, scope_kind, scope_id, effective_at, value FROM policy_value ORDER BY effective_at, written_at",
-        )
-        .fetch_all(&self.pool)
-        .await
-        .doing("reading policy values")?;
+        let bodies: Vec<String> = sqlx::query_scalar("SELECT body::text FROM entity WHERE kind = $1")
+            .bind(Kind::Policy.as_str())
+            .fetch_all(&self.pool)
+            .await
+            .doing("reading policy values")?;
         let mut book = PolicyBook::default();
-        for (name, scope_kind, scope_id, effective_at, Json(value)) in rows {
-            let known = Key::parse(&name).zip(scope(&scope_kind, scope_id));
-            let value = serde_json::from_value::<Value>(value).ok();
-            let entered = known.zip(value).map(|((key, scope), value)| book.set(key, scope, effective_at, value));
-            if !matches!(entered, Some(Ok(()))) {
-                tracing::warn!(
-                    policy.key = name,
-                    "policy value of {name} is not admitted by this release: the default holds"
-                );
+        for body in bodies {
+            match serde_json::from_str::<ScopeValues>(&body) {
+                Ok(values) => {
+                    for key in values.enter(&mut book) {
+                        tracing::warn!(
+                            policy.key = key,
+                            "a policy value of {key} is not admitted by this release: it holds nowhere"
+                        );
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere")
+                }
             }
         }
         Ok(book)
     }
+
+    /// The values that are in force at `now` or will be, in the order in which they were written.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn policy_values(
+        &self,
+        filter: &PolicyFilter,
+        now: Timestamp,
+        after: Option<Cursor>,
+        limit: u32,
+    ) -> Result<Page<PolicyRow, Cursor>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(VALUES[0]);
+        query.push_bind(now).push(VALUES[1]);
+        if let Some(key) = &filter.key {
+            query.push(" AND key = ").push_bind(key);
+        }
+        if let Some(PolicyId(scope)) = filter.scope {
+            query.push(" AND entity = ").push_bind(scope);
+        }
+        if let Some(kind) = &filter.scope_kind {
+            query.push(" AND scope ? ").push_bind(kind);
+        }
+        if let Some(after) = after {
+            query.push(" AND (written_at, id) > (").push_bind(after.created_at).push(", ");
+            query.push_bind(after.id).push(")");
+        }
+        query.push(" ORDER BY written_at, id LIMIT ").push_bind(one_more(limit));
+        let rows = query.build().fetch_all(&self.pool).await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(policy_row).collect());
+        let place = |row: &PolicyRow| Cursor { created_at: row.written.written_at, id: row.written.id.0 };
+        Ok(Page::of(rows.doing("listing policy values")?, limit, place))
+    }
 }
 
-fn scope(kind: &str, id: String) -> Option<Scope> {
-    match kind {
-        "global" => Some(Scope::Global),
-        "user_id" => Some(Scope::UserId(id)),
-        "project_id" => Some(Scope::ProjectId(id)),
-        "org_id" => Some(Scope::OrgId(id)),
-        "plan" => Some(Scope::Plan(id)),
-        _ => None,
-    }
+fn policy_row(row: &PgRow) -> Result<PolicyRow, sqlx::Error> {
+    let (Json(scope), Json(value)): (Json<serde_json::Value>, Json<serde_json::Value>) =
+        (row.try_get("scope")?, row.try_get("value")?);
+    let scope = serde_json::from_value(scope).map_err(damaged)?;
+    Ok(PolicyRow { scope, written: serde_json::from_value(value).map_err(damaged)? })
 }

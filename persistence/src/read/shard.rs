@@ -10,6 +10,7 @@ use domain::machine::Timestamp;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use std::time::Duration;
+use uuid::Uuid;
 
 /// An entity that waits, and for what.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,19 +34,27 @@ pub struct Overdue {
 }
 
 impl Reads {
-    /// Entities of these shards whose tick is due at `now`, longest due first.
+    /// Entities of these shards whose tick is due at `now`, but for those of `except`, longest due first.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn due(&self, shards: &[Shard], now: Timestamp, limit: u32) -> Result<Vec<Due>, StoreError> {
+    pub async fn due(
+        &self,
+        shards: &[Shard],
+        now: Timestamp,
+        except: &[Uuid],
+        limit: u32,
+    ) -> Result<Vec<Due>, StoreError> {
         let rows = sqlx::query(
             "SELECT entity, kind, shard, wake_at, deadline_at, reason FROM deadline
-             WHERE shard = ANY ($1) AND wake_at <= $2 AND kind = ANY ($3) ORDER BY wake_at, entity LIMIT $4",
+             WHERE shard = ANY ($1) AND wake_at <= $2 AND kind = ANY ($3) AND entity <> ALL ($5)
+             ORDER BY wake_at, entity LIMIT $4",
         )
         .bind(numbers(shards))
         .bind(now)
         .bind(kinds())
         .bind(i64::from(limit))
+        .bind(except)
         .fetch_all(&self.pool)
         .await;
         rows.and_then(|rows| rows.iter().map(due).collect()).doing("reading due deadlines")
@@ -88,23 +97,31 @@ impl Reads {
     }
 
     /// Events of these shards that have been unsettled for longer than `age` (by the database's clock): in the order of each
-    /// shard's commits, at most `each` of a shard. An event that only a newer release understands is left to that release.
+    /// shard's commits, at most `each` of a shard, without those of `except`. An event that only a newer release understands is left to that release.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn orphans(&self, shards: &[Shard], age: Duration, each: u32) -> Result<Vec<OutboxRow>, StoreError> {
+    pub async fn orphans(
+        &self,
+        shards: &[Shard],
+        age: Duration,
+        except: &[EventId],
+        each: u32,
+    ) -> Result<Vec<OutboxRow>, StoreError> {
         // By shard, so that the index gives the order and a long backlog is not sorted at every look.
         let rows = sqlx::query(
             "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
              CROSS JOIN LATERAL (
                  SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, created_at FROM outbox
                  WHERE outbox.shard = mine.shard AND written_at < clock_timestamp() - make_interval(secs => $2)
+                   AND id <> ALL ($4)
                  ORDER BY epoch, seq LIMIT $3
              ) AS row",
         )
         .bind(numbers(shards))
         .bind(age.as_secs_f64())
         .bind(i64::from(each))
+        .bind(except.iter().map(|id| id.0).collect::<Vec<_>>())
         .fetch_all(&self.pool)
         .await
         .doing("reading orphaned events")?;

@@ -2,7 +2,7 @@
 
 use crate::postgres::Database;
 use domain::commit::Epoch;
-use domain::id::{MemberId, Shard};
+use domain::id::{EntityRef, Kind, MemberId, Shard};
 use persistence::Cluster;
 use persistence::cluster::Member;
 use std::time::Duration;
@@ -121,4 +121,20 @@ async fn a_new_incarnation_lifts_every_epoch_and_frees_every_shard() {
     assert!(cluster.begin_incarnation().await.unwrap() > first);
     let won = cluster.take_over(ann, &cluster.shards().await.unwrap(), SECOND).await.unwrap();
     assert!(won.values().all(|epoch| *epoch > Epoch(first << 32)));
+}
+
+#[tokio::test]
+async fn a_parked_entity_is_known_to_whoever_owns_its_shard_until_it_is_restarted() {
+    let (db, cluster) = cluster().await;
+    let sick = EntityRef { kind: Kind::Node, id: Uuid::new_v4() };
+    cluster.park(sick, Shard(3), "cannot be read").await.unwrap();
+    cluster.park(sick, Shard(3), "still cannot\0 be read").await.unwrap();
+    sqlx::query("INSERT INTO parked (entity, kind, shard, reason) VALUES (gen_random_uuid(), 'of_tomorrow', 3, '')")
+        .execute(&db.pool)
+        .await
+        .unwrap();
+    assert_eq!(cluster.parked(&[Shard(1), Shard(2)]).await.unwrap(), []);
+    assert_eq!(cluster.parked(&[Shard(2), Shard(3)]).await.unwrap(), [(sick, "still cannot be read".to_owned())]);
+    cluster.unpark(sick).await.unwrap();
+    assert_eq!(cluster.parked(&[Shard(3)]).await.unwrap(), []);
 }

@@ -30,7 +30,7 @@ async fn a_transition_is_written_with_everything_beside_it() {
     // The relay is handed exactly what a poll of the table would read.
     let published = world.published.recv().await.unwrap();
     assert_eq!(published[0].seq, 3);
-    assert_eq!(published, world.reads().orphans(&[commit.shard], Duration::ZERO, 10).await.unwrap());
+    assert_eq!(published, world.reads().orphans(&[commit.shard], Duration::ZERO, &[], 10).await.unwrap());
 
     let subject: String = sqlx::query_scalar("SELECT subject FROM outbox").fetch_one(world.pool()).await.unwrap();
     assert_eq!(subject, "sku.state_changed");
@@ -360,5 +360,5 @@ async fn events_that_the_relay_has_no_room_for_are_left_to_the_poll() {
         assert_eq!(world.commit(&group[0]).await, Outcome::Applied);
     }
     assert_eq!(world.published.len(), 1000);
-    assert_eq!(world.reads().orphans(&[Shard(0)], Duration::ZERO, 2000).await.unwrap().len(), 1100);
+    assert_eq!(world.reads().orphans(&[Shard(0)], Duration::ZERO, &[], 2000).await.unwrap().len(), 1100);
 }

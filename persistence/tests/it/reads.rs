@@ -4,10 +4,10 @@ use crate::world::{World, at, bare, create, event, next};
 use domain::authz::PlatformRole;
 use domain::bindings::{Binding, Bindings};
 use domain::commit::{Commit, Snapshot, Timer};
-use domain::id::{BindingId, EventId, Kind, NodeId, Shard, SkuId};
+use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, SkuId};
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
-use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter};
+use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
 use std::time::Duration;
 use uuid::Uuid;
 
@@ -148,9 +148,11 @@ async fn due_deadlines_come_by_shard_and_longest_due_first() {
     ];
     world.commit_all(&commits).await;
     let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
-    let due = world.reads().due(&shards, now, 10).await.unwrap();
+    let due = world.reads().due(&shards, now, &[], 10).await.unwrap();
     assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
-    assert_eq!(world.reads().due(&shards, now, 1).await.unwrap().len(), 1);
+    assert_eq!(world.reads().due(&shards, now, &[], 1).await.unwrap().len(), 1);
+    let without = world.reads().due(&shards, now, &[commits[1].entity.id], 1).await.unwrap();
+    assert_eq!(without[0].reason, "reason 1", "what is passed over takes nobody's place");
     let overdue = world.reads().overdue(now, 1).await.unwrap();
     assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));
     assert_eq!(world.reads().overdue(now - chrono::TimeDelta::hours(1), 1).await.unwrap().count, 0);
@@ -169,13 +171,15 @@ async fn orphans_come_in_the_order_of_commits_and_unreadable_ones_are_passed_ove
         .await
         .unwrap();
     let shards = [Shard(0), Shard(1)];
-    let orphans = world.reads().orphans(&shards, Duration::ZERO, 100).await.unwrap();
+    let orphans = world.reads().orphans(&shards, Duration::ZERO, &[], 100).await.unwrap();
     assert_eq!(
         orphans.iter().map(|row| row.id).collect::<Vec<_>>(),
         commit.outbox.iter().map(|(id, _)| *id).collect::<Vec<_>>()
     );
-    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, 2).await.unwrap().len(), 2);
-    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), 100).await.unwrap().len(), 0);
+    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, &[], 2).await.unwrap().len(), 2);
+    let without = world.reads().orphans(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap();
+    assert_eq!(without, orphans[1..3]);
+    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), &[], 100).await.unwrap().len(), 0);
 }
 
 #[tokio::test]
@@ -206,6 +210,9 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
         (AuditFilter { action: Some("skus.create".into()), ..AuditFilter::default() }, 12),
         (AuditFilter { action: Some("nodes.remove".into()), ..AuditFilter::default() }, 0),
         (AuditFilter { target: Some(commits[3].entity.id), ..AuditFilter::default() }, 1),
+        (AuditFilter { target_kind: Some("sku".into()), ..AuditFilter::default() }, 12),
+        (AuditFilter { target_kind: Some("node".into()), ..AuditFilter::default() }, 0),
+        (AuditFilter { correlation_id: Some("corr-5".into()), ..AuditFilter::default() }, 1),
         (AuditFilter { from: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 8),
         (AuditFilter { until: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 4),
     ];
@@ -214,30 +221,85 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
     }
 }
 
+/// The values of a scope as an entity, to be created.
+fn policies(n: u32, scope: Scope, values: &[(&str, serde_json::Value, i64)]) -> Commit {
+    let base = create(n);
+    let written = values.iter().enumerate().map(|(at_, (key, value, effective_at))| {
+        serde_json::json!({
+            "id": Uuid::from_u128(u128::from(n) * 100 + at_ as u128), "key": key, "value": value,
+            "effective_at": at(*effective_at), "reason": "r", "old_value": null, "written_by": "w", "written_at": at(i64::from(n)),
+        })
+    });
+    let body = serde_json::json!({ "scope": scope, "values": written.collect::<Vec<_>>() });
+    let entity = EntityRef { kind: Kind::Policy, ..base.entity };
+    Commit { entity, snapshot: body.to_string(), ..base }
+}
+
 #[tokio::test]
-async fn the_policy_book_holds_what_is_admitted_and_the_latest_write_wins() {
+async fn the_policy_book_holds_what_is_admitted() {
     let world = World::new().await;
-    sqlx::query(
-        "INSERT INTO policy_value (key, scope_kind, scope_id, effective_at, value, reason, written_by, written_at) VALUES
-         ('node.offline_after_seconds', 'global', '', 'epoch', '30', 'r', 'w', now() - interval '1 hour'),
-         ('node.offline_after_seconds', 'global', '', 'epoch', '40', 'r', 'w', now()),
-         ('allocation.max_concurrent_per_user', 'user_id', 'ann', 'epoch', '7', 'r', 'w', now()),
-         ('maas.enabled', 'global', '', 'epoch', 'true', 'r', 'w', now()),
-         ('node.drain_overdue_seconds', 'global', '', 'epoch', '1', 'out of bounds', 'w', now()),
-         ('of.another_release', 'global', '', 'epoch', '{}', 'r', 'w', now())",
-    )
-    .execute(world.pool())
-    .await
-    .unwrap();
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let everybody = [
+        ("node.offline_after_seconds", json("30"), -2000),
+        ("node.offline_after_seconds", json("40"), -1000),
+        ("maas.enabled", json("true"), -1000),
+        // Out of bounds for this release, or not known to it.
+        ("node.drain_overdue_seconds", json("1"), -1000),
+        ("of.another_release", json("7"), -1000),
+    ];
+    let ann = Scope::UserId("ann".into());
+    let unreadable = Commit { snapshot: r#"{"values": 7}"#.into(), ..policies(3, Scope::Global, &[]) };
+    for commit in [
+        policies(1, Scope::Global, &everybody),
+        policies(2, ann.clone(), &[("allocation.max_concurrent_per_user", json("7"), -1000)]),
+        unreadable,
+    ] {
+        world.commit(&commit).await;
+    }
     let book = world.reads().policy_book().await.unwrap();
-    let ann = Scopes { user_id: Some("ann".into()), ..Scopes::default() };
-    assert_eq!(book.int(Key::NodeOfflineAfter, &ann, at(0)), 40);
-    assert_eq!(
-        book.resolve(Key::AllocationMaxConcurrent, &ann, at(0)),
-        (Value::Int(7), Some(Scope::UserId("ann".into())))
-    );
-    assert_eq!(book.resolve(Key::MaasEnabled, &ann, at(0)).0, Value::Bool(true));
-    assert_eq!(book.resolve(Key::NodeDrainOverdue, &ann, at(0)).1, None);
+    let scopes = Scopes { user_id: Some("ann".into()), ..Scopes::default() };
+    assert_eq!(book.int(Key::NodeOfflineAfter, &scopes, at(0)), 40);
+    assert_eq!(book.resolve(Key::AllocationMaxConcurrent, &scopes, at(0)), (Value::Int(7), Some(ann)));
+    assert_eq!(book.resolve(Key::MaasEnabled, &scopes, at(0)).0, Value::Bool(true));
+    assert_eq!(book.resolve(Key::NodeDrainOverdue, &scopes, at(0)).1, None);
+}
+
+#[tokio::test]
+async fn policy_values_are_listed_by_key_and_scope_without_what_is_superseded() {
+    let world = World::new().await;
+    let value = |seconds| ("billing.window_seconds", serde_json::json!(seconds), seconds);
+    // In seconds from now on: two that have come to pass, of which one holds, and two ahead.
+    let everybody = [value(-20_000), value(-10_000), value(3_600_000), value(7_200_000)];
+    let ann = Scope::UserId(">".into());
+    let hers = policies(2, ann.clone(), &[value(-5000), ("maas.enabled", serde_json::json!(true), -10)]);
+    for commit in [&policies(1, Scope::Global, &everybody), &hers] {
+        world.commit(commit).await;
+    }
+    let list = async |filter: PolicyFilter| {
+        let (mut found, mut after) = (Vec::new(), None);
+        loop {
+            let page = world.reads().policy_values(&filter, at(0), after, 2).await.unwrap();
+            found.extend(page.items.into_iter().map(|row| (row.scope, row.written.value)));
+            after = page.next;
+            if after.is_none() {
+                return found;
+            }
+        }
+    };
+    let of = |scope: &Scope, values: &[i64]| {
+        values.iter().map(|value| (scope.clone(), Value::Int(*value))).collect::<Vec<_>>()
+    };
+    let global = of(&Scope::Global, &[-10_000, 3_600_000, 7_200_000]);
+    let all = [global.clone(), of(&ann, &[-5000]), vec![(ann.clone(), Value::Bool(true))]].concat();
+    assert_eq!(list(PolicyFilter::default()).await, all);
+    let of_key = PolicyFilter { key: Some("billing.window_seconds".into()), ..PolicyFilter::default() };
+    assert_eq!(list(of_key.clone()).await, all[..4]);
+    let of_ann = PolicyFilter { scope: Some(PolicyId(hers.entity.id)), ..of_key };
+    assert_eq!(list(of_ann).await, all[3..4]);
+    let of_kind = |kind: &str| PolicyFilter { scope_kind: Some(kind.into()), ..PolicyFilter::default() };
+    assert_eq!(list(of_kind("global")).await, global);
+    assert_eq!(list(of_kind("user_id")).await, all[3..]);
+    assert_eq!(list(of_kind("plan")).await, []);
 }
 
 #[tokio::test]

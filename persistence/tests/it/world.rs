@@ -1,10 +1,11 @@
 //! A database with a committer over it, and transitions to commit.
 
 use crate::postgres::Database;
+use domain::audit::{Audit, AuditAction};
 use domain::commit::{CommandRecord, Commit, Epoch, Outcome, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityRef, EventId, Kind, MemberId, Shard, SkuId};
-use domain::machine::{Audit, Keys, Timestamp};
+use domain::machine::{Keys, Timestamp};
 use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
 use sqlx::PgPool;
@@ -144,7 +145,7 @@ pub(crate) fn create(n: u32) -> Commit {
         actor: "user:ann".to_owned(),
         correlation_id: format!("corr-{n}"),
         traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
-        audit: vec![Audit::new("skus.create", entity, serde_json::json!({"n": n}))],
+        audit: vec![Audit::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         command: Some(command(None)),
         rests_on: Vec::new(),

@@ -19,6 +19,9 @@ use tokio_util::sync::CancellationToken;
 /// them, which the asker sees as silence.
 const AT_ONCE: usize = 256;
 
+/// The header that names the sender.
+const FROM: &str = "gpuaas-member";
+
 /// How long a word may take to leave.
 const SAID_WITHIN: Duration = Duration::from_millis(100);
 
@@ -26,6 +29,7 @@ const SAID_WITHIN: Duration = Duration::from_millis(100);
 #[derive(Clone)]
 pub struct Bus {
     client: Client,
+    name: String,
 }
 
 /// Something is to be done about a node on every replica.
@@ -65,7 +69,7 @@ impl Bus {
             options = options.add_root_certificates(ca.to_owned()).require_tls(true);
         }
         let client = options.connect(url.server).await.context("NATS: the options are unusable")?;
-        Ok(Self { client })
+        Ok(Self { client, name: name.to_owned() })
     }
 
     #[must_use]
@@ -78,13 +82,15 @@ impl Bus {
         self.client.connection_state() == async_nats::connection::State::Connected
     }
 
-    /// Tells all replicas; this one hears it too, which costs a look and changes nothing.
+    /// Tells the other replicas.
     pub async fn nudge(&self, nudge: Nudge) {
         let (subject, node) = match nudge {
             Nudge::Wake(node) => ("gpuaas.node.wake", node),
             Nudge::Close(node) => ("gpuaas.node.close", node),
         };
-        self.say(subject, node.0.as_bytes().to_vec()).await;
+        let mut headers = async_nats::HeaderMap::new();
+        headers.insert(FROM, self.name.as_str());
+        self.say_with(subject, headers, node.0.as_bytes().to_vec()).await;
     }
 
     /// What the other replicas nudge.
@@ -95,6 +101,10 @@ impl Bus {
         let mut messages = self.client.subscribe("gpuaas.node.*").await?;
         while let Some(message) = messages.next().await {
             let Ok(id) = uuid::Uuid::from_slice(&message.payload) else { continue };
+            // What this one said itself it has done already.
+            if message.headers.as_ref().and_then(|it| it.get(FROM)).is_some_and(|from| from.as_str() == self.name) {
+                continue;
+            }
             match message.subject.as_str() {
                 "gpuaas.node.wake" => act(Nudge::Wake(NodeId(id))),
                 "gpuaas.node.close" => act(Nudge::Close(NodeId(id))),
@@ -122,12 +132,17 @@ impl Bus {
     }
 
     pub(super) async fn say(&self, subject: &'static str, payload: Vec<u8>) {
+        self.say_with(subject, async_nats::HeaderMap::new(), payload).await;
+    }
+
+    async fn say_with(&self, subject: &'static str, headers: async_nats::HeaderMap, payload: Vec<u8>) {
         // Best effort by nature: who must know reads Postgres. While there is no connection the client would keep what is said, and
         // at last keep us waiting.
         if !self.is_connected() {
             return;
         }
-        let said = tokio::time::timeout(SAID_WITHIN, self.client.publish(subject, payload.into())).await;
+        let said =
+            tokio::time::timeout(SAID_WITHIN, self.client.publish_with_headers(subject, headers, payload.into())).await;
         if !matches!(said, Ok(Ok(()))) {
             tracing::debug!(subject, "could not publish");
         }
@@ -228,12 +243,32 @@ mod url {
     impl Parts {
         pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
             let mut url = reqwest::Url::parse(text).context("SVC_NATS_URL is no URL")?;
-            let user = Some(url.username()).filter(|user| !user.is_empty()).map(ToOwned::to_owned);
-            let password = url.password().map(ToOwned::to_owned);
+            let user = Some(url.username()).filter(|user| !user.is_empty()).map(decoded).transpose()?;
+            let password = url.password().map(decoded).transpose()?;
             if url.set_username("").is_err() || url.set_password(None).is_err() {
                 anyhow::bail!("SVC_NATS_URL must name a host");
             }
             Ok(Self { server: url.to_string(), user, password })
+        }
+    }
+
+    /// A URL carries what it must not hold by itself as `%XX`.
+    fn decoded(part: &str) -> anyhow::Result<String> {
+        let text = percent_encoding::percent_decode_str(part).decode_utf8();
+        Ok(text.context("SVC_NATS_URL holds credentials that are no UTF-8")?.into_owned())
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn credentials_are_taken_out_of_the_url_as_they_were_meant() -> anyhow::Result<()> {
+            let parts = Parts::parse("tls://replica%2D1:a%40b%3A%2Fc@nats.example:4222")?;
+            assert_eq!(parts.server, "tls://nats.example:4222");
+            assert_eq!((parts.user.as_deref(), parts.password.as_deref()), (Some("replica-1"), Some("a@b:/c")));
+            assert!(Parts::parse("tls://a:%FF@nats.example").is_err());
+            Ok(())
         }
     }
 }

@@ -4,6 +4,7 @@ use super::assignment::assign;
 use super::bus::Bus;
 use super::hearing::{HEARD_WITHIN, Hearing, Standing, is_cut_off};
 use super::{BEAT, PROMPT, SILENCE, View};
+use actors::place::shard_of;
 use actors::ports::Term;
 use actors::{Directory, Host};
 use domain::commit::Epoch;
@@ -234,9 +235,20 @@ impl Owner {
     }
 
     async fn open(&self, shards: BTreeMap<Shard, Epoch>) -> anyhow::Result<()> {
+        if shards.is_empty() {
+            return Ok(());
+        }
+        let parked = self.cluster.parked(&shards.keys().copied().collect::<Vec<_>>()).await.unwrap_or_else(|error| {
+            // Whoever is asked and cannot be woken is parked again.
+            tracing::warn!(error = %error, "could not read which entities are parked");
+            Vec::new()
+        });
         for (shard, epoch) in shards {
             let parent = self.parent.lock().unwrap_or_else(PoisonError::into_inner).clone();
             self.host.open(Term { shard, epoch }, parent).await?;
+            for (entity, reason) in parked.iter().filter(|(entity, _)| shard_of(entity.id) == shard) {
+                self.host.keep_parked(*entity, reason.clone());
+            }
             self.serve(shard);
         }
         Ok(())

@@ -17,8 +17,18 @@ const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
 /// What members of the cluster say to each other, and the events that they publish.
-const MEMBER_SUBJECTS: [&str; 9] =
-    ["gpuaas.>", "provisioning.>", "node.>", "sku.>", "task.>", "billing.>", "terminal.>", "policy.>", "notify.>"];
+const MEMBER_SUBJECTS: [&str; 10] = [
+    "gpuaas.>",
+    "audit.head.*",
+    "provisioning.>",
+    "node.>",
+    "sku.>",
+    "task.>",
+    "billing.>",
+    "terminal.>",
+    "policy.>",
+    "notify.>",
+];
 
 /// The NATS user of a member. Its inbox is its own (`_INBOX.NAME.>`): no other member can listen to the answers it gets.
 pub fn member(name: &str) -> NatsUser {

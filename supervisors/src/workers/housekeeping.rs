@@ -1,8 +1,8 @@
-//! What has to be done now and then: policy read, idle entities put to sleep, old command ids forgotten, partitions made ahead.
+//! What has to be done now and then: idle entities put to sleep, old command ids forgotten, partitions made ahead.
 
-use crate::world::Here;
 use actors::Host;
-use persistence::{Cluster, Reads, sweep};
+use persistence::{Cluster, Outbox, sweep};
+use prometheus::{Gauge, IntGauge, Registry};
 use sqlx::PgPool;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,31 +14,48 @@ const AT_A_TIME: u32 = 5000;
 /// Members that were silent for so long and own nothing are forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(600);
 
-/// Reads the policy values anew every second.
-///
-/// # Errors
-/// Never; while Postgres cannot be read the values of before hold.
-pub async fn read_policy(here: Arc<Here>, reads: Reads) -> anyhow::Result<()> {
-    let mut turn = interval(Duration::from_secs(1));
-    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        turn.tick().await;
-        match reads.policy_book().await {
-            Ok(book) => here.learn(book),
-            Err(error) => tracing::warn!(error = %error, "could not read the policy values"),
-        }
+/// Figures that are looked up now and then.
+#[derive(Clone)]
+pub struct Figures {
+    failures: IntGauge,
+    outbox_rows: IntGauge,
+    outbox_oldest: Gauge,
+}
+
+impl Figures {
+    /// # Errors
+    /// Where the metrics are registered already.
+    pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let figures = Self {
+            failures: IntGauge::new("entity_failures", "Failures of entities since this process began.")?,
+            outbox_rows: IntGauge::new("outbox_rows", "Events of the whole cluster that are not settled.")?,
+            outbox_oldest: Gauge::new("outbox_oldest_seconds", "Age of the oldest unsettled event of the cluster.")?,
+        };
+        registry.register(Box::new(figures.failures.clone()))?;
+        registry.register(Box::new(figures.outbox_rows.clone()))?;
+        registry.register(Box::new(figures.outbox_oldest.clone()))?;
+        Ok(figures)
     }
 }
 
-/// Puts idle entities to sleep.
+/// Puts idle entities to sleep, and looks at the figures.
 ///
 /// # Errors
 /// Never.
-pub async fn rest(host: Arc<Host>) -> anyhow::Result<()> {
+pub async fn rest(host: Arc<Host>, outbox: Outbox, figures: Figures) -> anyhow::Result<()> {
     let mut turn = interval(Duration::from_secs(5));
+    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         turn.tick().await;
         host.rest();
+        figures.failures.set(i64::try_from(host.failures_total()).unwrap_or(i64::MAX));
+        match outbox.backlog().await {
+            Ok(backlog) => {
+                figures.outbox_rows.set(i64::try_from(backlog.rows).unwrap_or(i64::MAX));
+                figures.outbox_oldest.set(backlog.oldest.as_secs_f64());
+            }
+            Err(error) => tracing::warn!(error = %error, "could not measure the outbox"),
+        }
     }
 }
 

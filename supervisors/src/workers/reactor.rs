@@ -3,6 +3,7 @@
 //! Two ways lead here. JetStream's durable consumers bring fresh events to any member; and the owner of a shard polls its outbox for rows
 //! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
 
+use super::pace;
 use super::provisioning::Placer;
 use super::relay::make_streams;
 use crate::cluster::bus::Bus;
@@ -18,7 +19,7 @@ use domain::machine::Command as _;
 use domain::node::Node;
 use domain::tenant::Tenant;
 use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
-use futures::StreamExt;
+use futures::{FutureExt, StreamExt};
 use persistence::{Outbox, OutboxRow, Reads};
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +33,10 @@ const PATIENCE: TimeDelta = TimeDelta::seconds(2);
 
 /// How long the owner of a shard is looked for. During a takeover there is none for seconds, and the other shards' events go on.
 const SEEKS_FOR: TimeDelta = TimeDelta::milliseconds(200);
+
+/// How often the owner of a shard looks for events without effect, and how many it takes from each shard.
+const TURN: Duration = Duration::from_millis(250);
+const IN_ONE_SHARD: u32 = 64;
 
 /// After this an event without effect is taken up by the poll. JetStream has usually brought it within a millisecond.
 const ORPHANED: Duration = Duration::from_secs(3);
@@ -179,39 +184,49 @@ impl Reactor {
     ///
     /// # Errors
     /// Never; what fails is tried again at the next turn.
-    pub async fn poll(&self, bus: &Bus, host: &Host, relay: &mpsc::Sender<Vec<OutboxRow>>) -> anyhow::Result<()> {
-        let mut turn = tokio::time::interval(Duration::from_millis(250));
-        turn.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            turn.tick().await;
-            let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
-            let age = if bus.is_connected() { ORPHANED } else { ORPHANED_WITHOUT_BUS };
-            match self.reads.orphans(&shards, age, 64).await {
-                Ok(rows) => self.take_up(rows, bus.is_connected(), relay).await,
-                Err(error) => tracing::warn!(error = %error, "could not look for orphaned events"),
+    pub async fn poll(&self, bus: &Bus, host: &Arc<Host>, relay: &mpsc::Sender<Vec<OutboxRow>>) -> anyhow::Result<()> {
+        let look = |passed_over: Vec<EventId>| {
+            let (reactor, bus, host) = (self.clone(), bus.clone(), Arc::clone(host));
+            async move { reactor.overdue(&bus, &host, &passed_over).await }.boxed()
+        };
+        let work = |row: OutboxRow| {
+            let (reactor, bus, relay) = (self.clone(), bus.clone(), relay.clone());
+            async move { reactor.take_up(row, &bus, &relay).await }
+        };
+        pace::run(TURN, AT_ONCE, look, work).await;
+        Ok(())
+    }
+
+    async fn overdue(&self, bus: &Bus, host: &Host, passed_over: &[EventId]) -> Vec<(EventId, OutboxRow)> {
+        let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
+        let age = if bus.is_connected() { ORPHANED } else { ORPHANED_WITHOUT_BUS };
+        match self.reads.orphans(&shards, age, passed_over, IN_ONE_SHARD).await {
+            Ok(rows) => rows.into_iter().map(|row| (row.id, row)).collect(),
+            Err(error) => {
+                tracing::warn!(error = %error, "could not look for orphaned events");
+                Vec::new()
             }
         }
     }
 
-    async fn take_up(&self, rows: Vec<OutboxRow>, connected: bool, relay: &mpsc::Sender<Vec<OutboxRow>>) {
-        let (silent, reacting): (Vec<_>, Vec<_>) =
-            rows.into_iter().partition(|row| row.event.reaction() == Reaction::Nothing);
-        if connected && !silent.is_empty() {
-            // Full: the next turn finds them again.
-            let _ = relay.try_send(silent);
-        }
-        let working = reacting.into_iter().map(|row| async move {
-            let heard = Heard {
-                id: row.id,
-                event: row.event,
-                correlation_id: row.correlation_id,
-                traceparent: row.traceparent,
-            };
-            if let Effect::Later { why } = self.react(&heard).await {
-                tracing::warn!(event.id = %heard.id, event.subject = heard.event.subject(), why, "an event's effect is overdue");
+    /// Whether the row is gone by now.
+    async fn take_up(&self, row: OutboxRow, bus: &Bus, relay: &mpsc::Sender<Vec<OutboxRow>>) -> bool {
+        if row.event.reaction() == Reaction::Nothing {
+            if bus.is_connected() {
+                // Full: it is found again, as it is where the broker does not acknowledge it.
+                let _ = relay.try_send(vec![row]);
             }
-        });
-        futures::stream::iter(working).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+            return false;
+        }
+        let heard =
+            Heard { id: row.id, event: row.event, correlation_id: row.correlation_id, traceparent: row.traceparent };
+        match self.react(&heard).await {
+            Effect::Settled => true,
+            Effect::Later { why } => {
+                tracing::warn!(event.id = %heard.id, event.subject = heard.event.subject(), why, "an event's effect is overdue");
+                false
+            }
+        }
     }
 }
 

@@ -47,6 +47,11 @@ impl Client {
         &self.base
     }
 
+    /// Without a token and at any address.
+    pub(super) const fn http(&self) -> &reqwest::Client {
+        &self.http
+    }
+
     /// A request to be finished by hand, with the token.
     pub fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
         let request = self.http.request(method, format!("{}{path}", self.base));

@@ -1,7 +1,13 @@
 //! The end of a world: was everything left as it should be?
 
+use super::stored::spellings;
 use super::{World, logs, plan};
+use domain::Shard;
+use persistence::Secrets;
+use persistence::audit::{AuditKeys, Verify, verify};
+use persistence::envelope::KeyRing;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use supervisors::dev::agents::AgentProcess;
 use uuid::Uuid;
@@ -11,6 +17,8 @@ use uuid::Uuid;
 pub struct Declared {
     pub(super) errors: Vec<String>,
     pub(super) parked: Vec<Uuid>,
+    /// The test has changed the audit log behind the service's back.
+    pub(super) audit: bool,
 }
 
 impl World {
@@ -23,6 +31,8 @@ impl World {
         self.expect_settled().await;
         self.expect_nothing_parked().await;
         self.expect_every_gpu_held_once().await;
+        self.expect_audit_verifies().await;
+        self.expect_no_secret_kept().await;
         self.stop().await;
         self.judge_logs();
         self.ended = true;
@@ -36,6 +46,37 @@ impl World {
             .filter(|entity| !self.declared.parked.iter().any(|id| entity["id"] == id.to_string()))
             .collect();
         assert!(undeclared.is_empty(), "parked, and nobody said so: {undeclared:#?}");
+    }
+
+    /// Nobody has changed the audit log, and every row was sealed in time.
+    async fn expect_audit_verifies(&self) {
+        let ring = KeyRing::load(&self.settings.key_ring_path).expect("the key ring can be read");
+        let secrets = Secrets::new(self.pool.clone(), Arc::new(ring));
+        let key = supervisors::trust::audit_key(&secrets).await.expect("the audit key can be opened");
+        let shards: Vec<i16> = sqlx::query_scalar("SELECT DISTINCT shard FROM audit")
+            .fetch_all(&self.pool)
+            .await
+            .expect("the audit log can be read");
+        let what = Verify {
+            shards: shards.into_iter().filter_map(|shard| u8::try_from(shard).ok()).map(Shard).collect(),
+            keys: AuditKeys::of(&key),
+            heads: Vec::new(),
+            unsealed_after: chrono::TimeDelta::seconds(30),
+            now: chrono::Utc::now(),
+        };
+        let report = verify(&self.pool, &what).await.expect("the audit log can be verified");
+        assert!(self.declared.audit || report.findings.is_empty(), "the audit log: {:#?}", report.findings);
+    }
+
+    async fn expect_no_secret_kept(&self) {
+        let kept = self.everything_kept().await;
+        for (what, secret) in self.secrets.iter().cloned().chain(self.keys_of_agents()) {
+            for spelling in spellings(&secret) {
+                for place in &kept {
+                    assert!(!place.text.contains(&spelling), "{what} stands in {}", place.name);
+                }
+            }
+        }
     }
 
     async fn stop(&mut self) {

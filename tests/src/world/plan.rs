@@ -8,7 +8,6 @@ use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
-use sqlx::PgPool;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use supervisors::dev::agents::AgentSettings;
@@ -23,7 +22,7 @@ use supervisors::dev::replica::{self, Listens, Replica, ReplicaSettings};
 /// The NATS user of whoever looks from outside.
 pub(super) const OPERATOR: &str = "operator";
 
-/// Values that would slow every test and are no test's subject: what is limited per minute.
+/// Values that would slow every test and are few tests' subject: what is limited per minute. A plan that names one has its own.
 const OPEN: [(&str, i64); 4] = [
     ("rate_limit.api_requests_per_minute", 1_000_000),
     ("rate_limit.terminal_token_requests_per_minute", 100_000),
@@ -54,7 +53,7 @@ impl Plan {
         self
     }
 
-    /// A value of the policy catalog, for everybody, from before the start.
+    /// A value of the policy catalog, for everybody, from the start.
     pub fn policy(mut self, key: &str, value: impl Into<Value>) -> Self {
         self.policies.push((key.to_owned(), value.into()));
         self
@@ -109,7 +108,6 @@ impl Plan {
         let pool =
             sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
-        set_policies(&pool, &self.policies).await?;
 
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
@@ -159,7 +157,7 @@ impl Plan {
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
-        Ok(World {
+        let world = World {
             agents: BTreeMap::new(),
             replicas,
             nats_lines,
@@ -175,26 +173,24 @@ impl Plan {
             user,
             other_user,
             agent_settings,
+            settings,
             logs,
             declared: Declared::default(),
             secrets,
             offered: BTreeMap::new(),
             ended: false,
             folder: Some(holder),
-        })
+        };
+        for (key, value) in policies(self.policies) {
+            world.set_policy(&key, value).await;
+        }
+        Ok(world)
     }
 }
 
-/// Writes policy values for everybody, in force since an hour.
-async fn set_policies(pool: &PgPool, policies: &[(String, Value)]) -> anyhow::Result<()> {
+fn policies(planned: Vec<(String, Value)>) -> BTreeMap<String, Value> {
     let open = OPEN.iter().map(|(key, value)| ((*key).to_owned(), json!(value)));
-    for (key, value) in open.chain(policies.iter().cloned()) {
-        anyhow::ensure!(domain::policy::Key::parse(&key).is_some(), "there is no policy key {key}");
-        let statement = "INSERT INTO policy_value (key, scope_kind, effective_at, value, reason, written_by) \
-                         VALUES ($1, 'global', now() - interval '1 hour', $2, 'a test', 'test')";
-        sqlx::query(statement).bind(key).bind(value).execute(pool).await?;
-    }
-    Ok(())
+    open.chain(planned).collect()
 }
 
 /// Where the programs of the build lie that this test belongs to.

@@ -5,7 +5,7 @@ use domain::allocation::Allocation;
 use domain::invariant;
 use domain::node::Node;
 use domain::{AllocationId, NodeId};
-use serde_json::Value;
+use serde_json::{Value, json};
 use sqlx::Row;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -64,18 +64,16 @@ impl World {
         rows.iter().map(|row| (row.get(0), row.get(1), row.get(2), row.get(3))).collect()
     }
 
-    /// Sets a policy value for everybody and waits until every replica has read it.
+    /// Sets a policy value for everybody and waits until every replica knows it.
     pub async fn set_policy(&self, key: &str, value: impl Into<Value>) {
-        assert!(domain::policy::Key::parse(key).is_some(), "there is no policy key {key}");
-        let statement = "INSERT INTO policy_value (key, scope_kind, effective_at, value, reason, written_by) \
-                         VALUES ($1, 'global', now(), $2, 'a test', 'test')";
-        sqlx::query(statement)
-            .bind(key)
-            .bind(value.into())
-            .execute(&self.pool)
-            .await
-            .expect("a policy value is written");
-        tokio::time::sleep(Duration::from_millis(1500)).await;
+        let value = value.into();
+        let body = json!({ "key": key, "value": value, "reason": "a test" });
+        self.admin.post("/api/v1/admin/policy-values", &body).await.created();
+        let path = format!("/api/v1/admin/policy-values/resolve?key={key}");
+        for index in 0..self.replicas.len() {
+            let admin = self.at_replica(index, "admin");
+            admin.wait_until(&path, "the policy value holds", |resolved| resolved["value"] == value).await;
+        }
     }
 
     /// Every commit takes this much longer, so that what happens between two of them can be aimed at.

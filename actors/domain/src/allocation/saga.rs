@@ -2,9 +2,10 @@
 
 use super::{AfterFailure, Allocation, Command, Failure, LOOK_AGAIN, MAX_GPUS, Phase, Placed, Rejection, Request};
 use crate::again::Again;
+use crate::audit::{Audit, AuditAction};
 use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, NodeId};
-use crate::machine::{Audit, Command as _, Ctx, Step};
+use crate::machine::{Command as _, Ctx, Step};
 use crate::policy::Key;
 use chrono::TimeDelta;
 use serde_json::json;
@@ -45,7 +46,7 @@ impl Allocation {
             .clone()
             .step("asked for by its user")
             .event(Event::AllocationRequested { allocation_id: id })
-            .audit(requested.audit("allocations.request", json!({ "gpu_count": requested.asked.gpu_count }))))
+            .audit(requested.audit(AuditAction::AllocationsRequest, json!({ "gpu_count": requested.asked.gpu_count }))))
     }
 
     pub(super) fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -72,7 +73,7 @@ impl Allocation {
         if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
             return Err(Rejection::NotFound);
         }
-        let audit = self.audit("allocations.release", json!({ "issue": issue }));
+        let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
         match &self.phase {
             Phase::Requested { .. } => {
                 Ok(self.end(None, "cancelled", "cancelled before a node was found", ctx).audit(audit))
@@ -91,7 +92,7 @@ impl Allocation {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
                 .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
-                .audit(self.audit("allocations.retry_release", json!({ "reason": reason })))),
+                .audit(self.audit(AuditAction::AllocationsRetryRelease, json!({ "reason": reason })))),
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -108,7 +109,7 @@ impl Allocation {
                 Ok(self
                     .end(last, FORCED, "released by force, without proof of clean-up", ctx)
                     .event(forced)
-                    .audit(self.audit("allocations.force_release", json!({ "reason": reason }))))
+                    .audit(self.audit(AuditAction::AllocationsForceRelease, json!({ "reason": reason }))))
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -244,11 +245,13 @@ impl Allocation {
             message: message.to_owned(),
             retryable: true,
         });
-        next.clean_up(node_id, placed, 1, "provisioning failed", ctx).event(Event::ProvisioningFailed {
-            allocation_id: self.id,
-            node_id: Some(node_id),
-            reason: code.to_owned(),
-        })
+        next.clean_up(node_id, placed, 1, "provisioning failed", ctx)
+            .event(Event::ProvisioningFailed {
+                allocation_id: self.id,
+                node_id: Some(node_id),
+                reason: code.to_owned(),
+            })
+            .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id })))
     }
 
     fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
@@ -300,7 +303,11 @@ impl Allocation {
         let step = self
             .moved(phase, ctx.now, reason)
             .step(format!("clean-up attempt {attempt} failed ({reason})"))
-            .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() });
+            .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
+            .audit(self.audit(
+                AuditAction::AllocationsFailRelease,
+                json!({ "node_id": node_id, "attempt": attempt, "reason": reason, "exhausted": exhausted }),
+            ));
         if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
     }
 
@@ -378,11 +385,9 @@ impl Allocation {
             message: message.to_owned(),
             retryable,
         });
-        next.end(None, code, message, ctx).event(Event::ProvisioningFailed {
-            allocation_id: self.id,
-            node_id: None,
-            reason: code.to_owned(),
-        })
+        next.end(None, code, message, ctx)
+            .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_owned() })
+            .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code })))
     }
 
     fn end(&self, last: Option<(NodeId, Placed)>, reason: &str, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
@@ -423,7 +428,7 @@ impl Allocation {
         Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
     }
 
-    fn audit(&self, action: &'static str, metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, EntityRef { kind: Kind::Allocation, id: self.id.0 }, metadata)
     }
 }

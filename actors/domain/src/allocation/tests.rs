@@ -259,7 +259,8 @@ fn outcome(from: &Story, step: Result<Step<Allocation>, Rejection>) -> String {
         write!(line, " | {}", said.join(", ")).unwrap();
     }
     if !audited.is_empty() {
-        write!(line, " | audit {}", audited.join(", ")).unwrap();
+        write!(line, " | audit {}", audited.iter().map(|action| action.as_str()).collect::<Vec<_>>().join(", "))
+            .unwrap();
     }
     line
 }

@@ -1,6 +1,7 @@
 //! What is heard of a node: polls, heartbeats, what the machine consists of, and silence.
 
 use super::{Life, Node, Rejection, Reply};
+use crate::audit::AuditAction;
 use crate::machine::{Ctx, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -96,13 +97,13 @@ impl Node {
                 "The agent reports critical health; repair the machine, then release the quarantine.",
                 ctx,
             );
-            let audit = self.audit("nodes.quarantine", json!({ "reason": "health_critical" }));
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "health_critical" }));
             return Ok(Step::to(next, reply, "critical health").event(event).audit(audit));
         }
         if let (Life::Active | Life::Offline | Life::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
             let was = Box::new(next.life.clone());
             let event = next.enter(Life::Quarantined { was }, "inventory_drift", &why, ctx);
-            let audit = self.audit("nodes.quarantine", json!({ "reason": "inventory_drift" }));
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "inventory_drift" }));
             return Ok(Step::to(next, reply, why).event(event).audit(audit));
         }
         Ok(self.after_contact(next, reply, ctx))
@@ -113,7 +114,8 @@ impl Node {
         match (&self.life, next.mismatch()) {
             (Life::Enrolling { .. }, None) => {
                 let event = next.enter(Life::Active, "first_poll", "The agent polls and the inventory matches.", ctx);
-                Step::to(next, reply, "the agent polled with its certificate").event(event)
+                let audit = self.audit(AuditAction::NodesActivate, json!({}));
+                Step::to(next, reply, "the agent polled with its certificate").event(event).audit(audit)
             }
             (Life::Enrolling { .. }, Some(why)) if self.reason.code != "inventory_mismatch" => {
                 next.reason = super::Reason { code: "inventory_mismatch".to_owned(), message: why.clone() };
@@ -121,7 +123,8 @@ impl Node {
             }
             (Life::Offline, _) => {
                 let event = next.enter(Life::Active, "heard_again", "The agent was heard again.", ctx);
-                Step::to(next, reply, "the agent was heard again").event(event)
+                let audit = self.audit(AuditAction::NodesFind, json!({}));
+                Step::to(next, reply, "the agent was heard again").event(event).audit(audit)
             }
             (
                 Life::Registered
@@ -201,9 +204,9 @@ impl Node {
             Life::BootstrapIssued { until } | Life::Enrolling { until } if ctx.now >= *until => {
                 self.expire_enrollment(ctx)
             }
-            Life::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => {
-                self.moved(Life::Offline, "silent", "The agent was not heard; its allocations are kept.", ctx)
-            }
+            Life::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => self
+                .moved(Life::Offline, "silent", "The agent was not heard; its allocations are kept.", ctx)
+                .audit(self.audit(AuditAction::NodesLose, json!({}))),
             Life::Removing { until } if ctx.now >= *until => {
                 self.moved(Life::Removed, "removed", "Removed; the machine can come back as a new node.", ctx)
             }

@@ -1,6 +1,7 @@
 //! What an administrator does with a node: retire, reactivate, remove, quarantine.
 
 use super::{Command, HealthStatus, HoldPhase, Life, Node, Rejection, Reply};
+use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::machine::{Ctx, Effect, Step};
 use crate::policy::{Key, Scopes};
@@ -12,7 +13,7 @@ const REMOVING: TimeDelta = TimeDelta::seconds(1);
 
 impl Node {
     pub(super) fn retire(&self, reason: &str, drain: bool, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        let audit = self.audit("nodes.retire", json!({ "reason": reason, "drain": drain }));
+        let audit = self.audit(AuditAction::NodesRetire, json!({ "reason": reason, "drain": drain }));
         match (&self.life, self.in_use()) {
             (Life::Retired, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
             (Life::Active | Life::Offline | Life::Draining { .. }, None) => {
@@ -45,6 +46,7 @@ impl Node {
     /// The last allocation of a draining node has ended.
     pub(super) fn drained(&self, ctx: &Ctx<'_>) -> Step<Self> {
         self.moved(Life::Retired, "drained", "The last allocation ended; the node is retired.", ctx)
+            .audit(self.audit(AuditAction::NodesDrained, json!({})))
     }
 
     /// As [`Node::drained`], as part of the step that ended the last allocation.
@@ -57,7 +59,7 @@ impl Node {
         match self.life {
             Life::Retired => {
                 self.in_order(ctx)?;
-                let audit = self.audit("nodes.reactivate", json!({ "reason": reason }));
+                let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
                 Ok(self.moved(Life::Active, "reactivated", reason, ctx).audit(audit))
             }
             Life::Registered
@@ -85,7 +87,7 @@ impl Node {
                 next.fenced_by.clear();
                 let message = "Its identity is void; its connections are being closed.";
                 let event = next.enter(Life::Removing { until: ctx.now + REMOVING }, "removing", message, ctx);
-                let audit = self.audit("nodes.remove", json!({ "reason": reason }));
+                let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
                 Ok(next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id)))
             }
             (
@@ -109,7 +111,7 @@ impl Node {
             return Err(self.wrong_state(&Command::Quarantine { reason: String::new() }));
         }
         let was = Box::new(self.life.clone());
-        let audit = self.audit("nodes.quarantine", json!({ "reason": reason }));
+        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
         Ok(self.moved(Life::Quarantined { was }, "quarantined", reason, ctx).audit(audit))
     }
 
@@ -119,7 +121,7 @@ impl Node {
                 if !was.is_unborn() {
                     self.in_order(ctx)?;
                 }
-                let audit = self.audit("nodes.release_quarantine", json!({ "reason": reason }));
+                let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
                 match **was {
                     // Its last allocation ended meanwhile.
                     Life::Draining { .. } if self.in_use().is_none() => Ok(self.drained(ctx).audit(audit)),

@@ -1,11 +1,11 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
 use super::{Command, Health, Inventory, Life, Node, Probe, Reason, Registration, Rejection, Reply, TokenCause};
+use crate::audit::{AuditAction, Refusals};
 use crate::event::Event;
 use crate::id::{NodeId, TokenId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
 use crate::policy::{Key, Scopes};
-use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,6 +21,12 @@ pub struct Identity {
     /// By serial, as lower-case hex. Expired ones go.
     pub certificates: BTreeMap<String, Certificate>,
     pub token: Option<Token>,
+    /// SHA-256 of the certificate request that was answered last: whose answer was lost shows it again.
+    #[serde(default)]
+    pub last_request: Option<[u8; 32]>,
+    /// Nonces of recoveries, until they would have ended by themselves.
+    #[serde(default)]
+    pub spent_nonces: BTreeMap<String, Timestamp>,
 }
 
 /// A certificate of the node, without itself.
@@ -33,7 +39,7 @@ pub struct Certificate {
     pub generation: u32,
 }
 
-/// A single-use enrollment token: its hash and its end.
+/// A single-use enrollment token: its hash and its end. Once consumed it is a recovery token, which has no end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Token {
     pub id: TokenId,
@@ -46,6 +52,7 @@ pub struct Token {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enrollment {
     pub token_sha256: [u8; 32],
+    pub csr_sha256: [u8; 32],
     pub issued: Certificate,
     pub recovery_public_key: String,
     pub boot_id: String,
@@ -81,6 +88,7 @@ impl Node {
             health: Health::default(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
+            refusals: Refusals::default(),
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -88,8 +96,10 @@ impl Node {
             to: node.life.name().to_owned(),
             reason: "registered".to_owned(),
         };
-        let audit =
-            node.audit("nodes.create", json!({ "host": node.registration.host, "sku": node.registration.sku.name }));
+        let audit = node.audit(
+            AuditAction::NodesCreate,
+            json!({ "host": node.registration.host, "sku": node.registration.sku.name }),
+        );
         Ok(node.answered("registered by an administrator").event(event).audit(audit))
     }
 
@@ -112,7 +122,7 @@ impl Node {
         to.host = host.unwrap_or_else(|| to.host.clone());
         to.port = port.unwrap_or(to.port);
         to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
-        let audit = self.audit("nodes.update", json!({ "host": to.host, "port": to.port }));
+        let audit = self.audit(AuditAction::NodesUpdate, json!({ "host": to.host, "port": to.port }));
         Ok(next.answered("revised by an administrator").audit(audit))
     }
 
@@ -135,18 +145,15 @@ impl Node {
                 return Err(self.wrong_state(&Command::IssueToken { token_id: id, token_sha256: sha256, ttl_seconds }));
             }
         }
-        let ttl = ttl_seconds.map_or_else(
-            || ctx.policy.seconds(Key::NodeEnrollmentTokenTtl, &Scopes::global(), ctx.now),
-            |seconds| TimeDelta::seconds(seconds.into()),
-        );
-        let expires_at = ctx.now + ttl;
+        let expires_at = ctx.now + self.token_life(ttl_seconds, ctx);
         let mut next = self.clone();
         // A new token voids what was before: the older token, and a certificate that was never used.
         next.identity.token = Some(Token { id, sha256, expires_at, consumed_at: None });
         next.identity.certificates.clear();
         let message = "A token was issued; install the bundle on the machine and start the agent.";
         let event = next.enter(Life::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
-        let audit = self.audit("nodes.issue_enrollment_token", json!({ "token_id": id, "expires_at": expires_at }));
+        let audit =
+            self.audit(AuditAction::NodesIssueEnrollmentToken, json!({ "token_id": id, "expires_at": expires_at }));
         Ok(Step::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
             .event(event)
             .audit(audit))
@@ -180,13 +187,16 @@ impl Node {
         next.identity.generation = generation;
         next.identity.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
         next.identity.recovery_public_key = Some(shown.recovery_public_key);
+        next.identity.last_request = Some(shown.csr_sha256);
         let certificate = Certificate { generation, ..shown.issued };
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
         next.see(&shown.boot_id, &shown.agent_version, shown.protocol, ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
-        let audit = self
-            .audit("nodes.enroll", json!({ "identity_generation": generation, "agent_version": shown.agent_version }));
+        let audit = self.audit(
+            AuditAction::NodesEnroll,
+            json!({ "identity_generation": generation, "agent_version": shown.agent_version }),
+        );
         let event = match self.life {
             Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {
                 let message = "The agent has its certificate; waiting for its first poll.";
@@ -202,7 +212,9 @@ impl Node {
             | Life::Removed => None,
         };
         let step = Step::to(next, reply, "an agent enrolled with the issued token").audit(audit);
-        Ok(event.into_iter().fold(step, Step::event))
+        let step = event.into_iter().fold(step, Step::event);
+        let had_one = !self.identity.certificates.is_empty();
+        Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
 
     pub(super) fn renew(&self, serial: &str, issued: Certificate, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -210,8 +222,10 @@ impl Node {
         let generation = self.identity.generation;
         let mut next = self.clone();
         next.identity.certificates.retain(|_, certificate| certificate.not_after > ctx.now);
-        let audit =
-            self.audit("nodes.renew_certificate", json!({ "serial": issued.serial, "not_after": issued.not_after }));
+        let audit = self.audit(
+            AuditAction::NodesRenewCertificate,
+            json!({ "serial": issued.serial, "not_after": issued.not_after }),
+        );
         let certificate = Certificate { generation, ..issued };
         next.identity.certificates.insert(certificate.serial.clone(), certificate);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: self.identity.recoveries_left };
@@ -235,7 +249,7 @@ impl Node {
         }
     }
 
-    fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+    pub(super) fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
         match ctx.by {
             crate::authz::Principal::Node(id) if *id == self.id => Ok(()),
             crate::authz::Principal::Node(_)
@@ -268,11 +282,12 @@ impl Node {
             }
         };
         let event = next.enter(life, code, message, ctx);
-        next.answered(message).event(event).effect(Effect::CloseNode(self.id))
+        let audit = self.audit(AuditAction::NodesExpireEnrollment, json!({ "code": code }));
+        next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
     }
 }
 
 /// Compares in a time that does not depend on where they differ.
-fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+pub(super) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
     a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }

@@ -3,10 +3,12 @@
 use super::{Life, Node, Rejection, Reply};
 use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
+use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -518,7 +520,10 @@ impl Node {
         next.fenced_by.remove(&allocation_id);
         let retired = next.retire_if_drained(ctx);
         let step = Step::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
-        retired.into_iter().fold(step, Step::event)
+        match retired {
+            Some(event) => step.event(event).audit(self.audit(AuditAction::NodesDrained, json!({}))),
+            None => step,
+        }
     }
 
     /// When it asks next whether one of its tenants is still wanted.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod life;
+mod recovery;
 mod tenants;
 
 use super::*;
@@ -107,6 +108,7 @@ fn certificate(serial: &str) -> Certificate {
 fn enrollment() -> Command {
     Command::Enroll(Box::new(Enrollment {
         token_sha256: HASH,
+        csr_sha256: [1; 32],
         issued: certificate(SERIAL),
         recovery_public_key: "k".into(),
         boot_id: "boot-1".into(),
@@ -118,6 +120,35 @@ fn enrollment() -> Command {
 
 fn issue_token() -> Command {
     Command::IssueToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: HASH, ttl_seconds: None }
+}
+
+fn reissue(revoke_current_certificate: bool) -> Command {
+    Command::Reissue(Box::new(Reissue {
+        token_id: TokenId(Uuid::from_u128(6)),
+        token_sha256: [8; 32],
+        ttl_seconds: None,
+        reason: "r".into(),
+        revoke_current_certificate,
+    }))
+}
+
+/// A recovery as the node's own agent would ask for it in its first generation, with nonce and certificate number `n`.
+fn recovery(n: u8) -> Recovery {
+    Recovery {
+        token_sha256: HASH,
+        identity_generation: 1,
+        verified_with: "k".into(),
+        nonce: Nonce { value: format!("nonce-{n}"), until: start() + TimeDelta::days(60) },
+        csr_sha256: [n; 32],
+        issued: certificate(&format!("r{n}")),
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+    }
+}
+
+fn recover(recovery: Recovery) -> Command {
+    Command::Recover(Box::new(recovery))
 }
 
 fn poll() -> Command {
@@ -385,6 +416,8 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("revise", admin(), revise(None)),
         ("revise another version", admin(), revise(Some(2))),
         ("issue_token", admin(), issue_token()),
+        ("reissue", admin(), reissue(false)),
+        ("reissue, revoking", admin(), reissue(true)),
         ("retire", admin(), retire(false)),
         ("retire, draining", admin(), retire(true)),
         ("reactivate", admin(), Command::Reactivate { reason: reason() }),
@@ -393,6 +426,7 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("release_quarantine", admin(), Command::ReleaseQuarantine { reason: reason() }),
         ("enroll", agent(), enrollment()),
         ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment()),
+        ("recover", agent(), recover(recovery(2))),
         ("renew", agent(), Command::Renew { serial: SERIAL.into(), issued: certificate("02") }),
         ("poll", agent(), poll()),
         ("poll, unknown certificate", agent(), Command::Poll { serial: "ff".into() }),
@@ -483,7 +517,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         }
     };
     let said: Vec<_> = step.events.iter().map(Event::subject).collect();
-    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
+    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
     for (what, list) in [("", said), ("audit ", audited)] {
         if !list.is_empty() {
             write!(line, " | {what}{}", list.join(", ")).unwrap();
@@ -493,6 +527,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         let effect = match effect {
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
+            Effect::ReadPolicy => "read policy",
         };
         write!(line, " | {effect}").unwrap();
     }

@@ -142,10 +142,10 @@ fn every_change_is_audited_and_no_hash_shows() {
     assert_eq!(
         names,
         [
-            "service_accounts.create",
-            "service_accounts.add_key",
-            "service_accounts.revoke_key",
-            "service_accounts.delete"
+            AuditAction::ServiceAccountsCreate,
+            AuditAction::ServiceAccountsAddKey,
+            AuditAction::ServiceAccountsRevokeKey,
+            AuditAction::ServiceAccountsDelete
         ]
     );
     assert!(actions.iter().all(|audit| audit.metadata["owner_user_id"] == "ann"));

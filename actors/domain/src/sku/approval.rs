@@ -4,6 +4,7 @@
 //! there is, replaced by an approval of another change, and void where what was approved is revised or the first one's role is revoked.
 
 use super::{Approval, Change, Pending, Rejection, Sku};
+use crate::audit::AuditAction;
 use crate::authz::{Grant, PlatformRole, Principal};
 use crate::machine::{Ctx, Deadline, Step};
 use crate::policy::{Key, Scopes};
@@ -106,7 +107,7 @@ impl Sku {
         let ttl = ctx.policy.seconds(Key::SkuApprovalTtl, &Scopes::global(), ctx.now);
         let why = format!("{} approved it to {}: {}", first.role, first.change.name(), first.reason);
         let replaced = self.pending.as_ref().map(|pending| &pending.first);
-        let audit = self.audit("skus.approve", json!({ "approval": first, "replaced": replaced }));
+        let audit = self.audit(AuditAction::SkusApprove, json!({ "approval": first, "replaced": replaced }));
         let next = Self { pending: Some(Pending { first, until: ctx.now + ttl }), ..self.clone() };
         let reply = Box::new(next.clone());
         Step::to(next, reply, why).audit(audit)
@@ -114,7 +115,7 @@ impl Sku {
 
     fn decided(&self, first: Approval, second: Approval) -> Step<Self> {
         let (change, from) = (second.change, self.status.name().to_owned());
-        let approved = self.audit("skus.approve", json!({ "approval": second }));
+        let approved = self.audit(AuditAction::SkusApprove, json!({ "approval": second }));
         let done = self.audit(
             change.audited_as(),
             json!({ "reason": second.reason, "approved_by": [approver(&first), approver(&second)] }),
@@ -127,14 +128,14 @@ impl Sku {
     fn withdraw(&self, given: &Approve, ctx: &Ctx<'_>) -> Step<Self> {
         let Some(pending) = &self.pending else { return Step::stay(Box::new(self.clone())) };
         let metadata = json!({ "withdrawn": pending.first, "by": ctx.by.to_string(), "reason": given.reason });
-        let audit = self.audit("skus.withdraw_approval", metadata);
+        let audit = self.audit(AuditAction::SkusWithdrawApproval, metadata);
         self.without_pending(format!("asked to {}: {}", given.change.name(), given.reason)).audit(audit)
     }
 
     pub(super) fn expire(&self, ctx: &Ctx<'_>) -> Step<Self> {
         match &self.pending {
             Some(pending) if pending.until <= ctx.now => {
-                let audit = self.audit("skus.approval_expired", json!({ "expired": pending.first }));
+                let audit = self.audit(AuditAction::SkusExpireApproval, json!({ "expired": pending.first }));
                 self.without_pending("nobody else approved in time".to_owned()).audit(audit)
             }
             Some(_) | None => Step::stay(Box::new(self.clone())),

@@ -106,7 +106,7 @@ fn outcome(step: Result<Step<Sku>, Rejection>) -> String {
             assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
             assert!(i8_what_is_transient_has_an_end(&next, next.pending.is_some()));
             let said: Vec<_> = events.iter().map(Event::subject).collect();
-            let audited: Vec<_> = audit.iter().map(|audit| audit.action).collect();
+            let audited: Vec<_> = audit.iter().map(|audit| audit.action.as_str()).collect();
             let waits = next.pending.as_ref().map_or("nothing", |pending| pending.first.change.name());
             format!("-> {}, waits for {waits} | {} | audit {}", next.state(), said.join(", "), audited.join(", "))
         }
@@ -258,7 +258,7 @@ fn an_approval_waits_until_its_end_and_not_longer() {
     assert_eq!(deadline.reason, "to activate it, a second person in role inventory_owner has to approve");
     assert!(decide(Some(&first), &admin(), Command::Tick, TTL - 1).unwrap().next.is_none());
     let expired = decide(Some(&first), &admin(), Command::Tick, TTL).unwrap();
-    assert_eq!((expired.audit[0].action, expired.next.unwrap().pending), ("skus.approval_expired", None));
+    assert_eq!((expired.audit[0].action, expired.next.unwrap().pending), (AuditAction::SkusExpireApproval, None));
     // Nor does it count where the tick is late: this approval is a first one.
     let late = approve(&first, &person("bob", &[OWNER]), approves(Change::Activate), TTL).unwrap().next.unwrap();
     assert_eq!((late.state(), late.pending.unwrap().first.user_id), ("draft", "bob".to_owned()));

@@ -423,6 +423,7 @@ impl World {
         let serial = format!("{:x}", self.next());
         let command = node::Command::Enroll(Box::new(node::Enrollment {
             token_sha256,
+            csr_sha256: [1; 32],
             issued: node::Certificate {
                 serial: serial.clone(),
                 not_after: self.now + TimeDelta::days(3650),

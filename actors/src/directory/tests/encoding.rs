@@ -158,6 +158,7 @@ fn node_commands() -> Vec<node::Command> {
     let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2 };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
+        csr_sha256: [1; 32],
         issued: issued.clone(),
         recovery_public_key: "AAAA".into(),
         boot_id: "boot".into(),
@@ -358,7 +359,7 @@ fn of_a_tenant() {
     let rejections = [
         Rejection::NotFound,
         Rejection::KeyExists { existing: ssh_key },
-        Rejection::TooManyKeys,
+        Rejection::TooManyKeys { limit: 100 },
         Rejection::OverQuota { limit: 50 },
         Rejection::TooManyServiceAccounts { limit: 20 },
     ];
@@ -378,6 +379,63 @@ fn of_bindings() {
         Command::Tick,
     ];
     survives::<Bindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
+}
+
+#[test]
+fn of_a_scopes_policy_values() {
+    use domain::PolicyValueId;
+    use domain::policy::{
+        Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, Value, Written,
+    };
+    let scopes = [
+        Scope::Global,
+        Scope::UserId("ann".into()),
+        Scope::ProjectId("*".into()),
+        Scope::OrgId(">".into()),
+        Scope::Plan("a.b".into()),
+    ];
+    let values = [Value::Int(-7), Value::Bool(true), Value::Text("user-revoke".into())];
+    let expected = [Expected::Anything, Expected::Nothing, Expected::This(values[0].clone())];
+    let write = |(scope, value, expected): (&Scope, &Value, &Expected)| {
+        Command::Write(Box::new(NewValue {
+            scope: scope.clone(),
+            key: Key::BillingWindow,
+            value: value.clone(),
+            effective_at: Some(at()),
+            reason: "r".into(),
+            expected: expected.clone(),
+        }))
+    };
+    let many = scopes.iter().zip(values.iter().cycle()).zip(expected.iter().cycle());
+    let commands =
+        many.map(|((scope, value), expected)| write((scope, value, expected))).chain([Command::Tick]).collect();
+    let written = |value: &Value| Reply::Written {
+        scope: Scope::Plan("gold".into()),
+        written: Box::new(Written {
+            id: PolicyValueId(ALLOCATION),
+            key: "billing.window_seconds".into(),
+            value: value.clone(),
+            effective_at: at(),
+            reason: "r".into(),
+            old_value: None,
+            written_by: "user:ann".into(),
+            written_at: at(),
+        }),
+    };
+    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
+    let crossing = Crossing { at: at(), low: 2, high: 1, with: Scope::Global };
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::OutOfBounds { key: low, value: values[2].clone() },
+        Rejection::Crosses { key: low, low, high, crossing },
+        Rejection::Differs { key: low, current: None },
+        Rejection::Differs { key: low, current: Some(values[1].clone()) },
+        Rejection::Past { now: at() },
+        Rejection::TooFarAhead { latest: at() },
+        Rejection::TooManyAhead { limit: 20 },
+        Rejection::TooManyScopes { limit: 7 },
+    ];
+    survives::<ScopeValues>(commands, values.iter().map(written).chain([Reply::Done]), rejections);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
+use domain::allocation::Allocation;
 use domain::{EntityRef, Kind};
 use futures::Stream;
 use persistence::read::HistoryRow;
@@ -44,7 +45,22 @@ impl Default for Streams {
     }
 }
 
-/// The `data` of one event; its `id` is the generation.
+/// One server-sent event.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = AllocationStreamEvent)]
+pub(in crate::api) struct Streamed {
+    /// The allocation's generation; `Last-Event-ID` of the next request.
+    #[schema(example = "3")]
+    id: String,
+    /// Always `transition`.
+    #[schema(example = "transition")]
+    event: String,
+    /// One `AllocationEvent` as JSON.
+    #[schema(content_media_type = "application/json")]
+    data: String,
+}
+
+/// The `data` of one event of an allocation's stream; its `id` is the generation.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = AllocationEvent)]
 pub(in crate::api) struct Transition {
@@ -67,13 +83,13 @@ pub(in crate::api) struct Transition {
     path = "/",
     params(
         ("id" = Uuid, Path, description = "The allocation's id"),
-        ("Last-Event-ID" = Option<i64>, Header, description = "The id of the last event that was received"),
+        ("Last-Event-ID" = Option<i64>, Header, description = "The id of the last event that was received", minimum = 0),
     ),
     responses((
         status = 200,
         description = "The events; the data of each is one `AllocationEvent`.",
         content_type = "text/event-stream",
-        body = Transition,
+        body = Streamed,
     )),
 )]
 pub(in crate::api) async fn events(
@@ -145,6 +161,10 @@ impl Telling {
 
     /// What came after the last event: the changes of state, oldest first.
     async fn unseen(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
+        let remembered = self.services.directory.host().remembered::<Allocation>(self.id);
+        if remembered.is_some_and(|(_, version)| version <= self.after) {
+            return Ok(VecDeque::new());
+        }
         let (mut unseen, mut before, mut newest) = (VecDeque::new(), None, self.after);
         loop {
             let page = self.services.reads.history(self.id, before, ROWS_AT_ONCE).await?;

@@ -1,18 +1,19 @@
 //! The contract: the description, and that it describes what is served.
 
 use super::world::World;
+use crate::api::document::CODES;
 use crate::api::routes;
 use axum::http::Method;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-fn document() -> Value {
+pub(super) fn document() -> Value {
     serde_json::to_value(routes().1).unwrap()
 }
 
 /// Every operation as (method, path, operation).
-fn operations(document: &Value) -> Vec<(String, String, Value)> {
+pub(super) fn operations(document: &Value) -> Vec<(String, String, Value)> {
     let paths = document["paths"].as_object().unwrap();
     let of_path = |(path, item): (&String, &Value)| {
         let operations = item.as_object().unwrap().clone();
@@ -32,7 +33,9 @@ fn rows() -> Vec<(String, String, String)> {
         let (who, verb, path) = (words.next()?, words.next()?, words.next()?);
         let path = path.strip_prefix('"')?.strip_suffix('"')?;
         let verb = verb.strip_suffix("Once").unwrap_or(verb);
-        (words.next()? == "=>").then(|| (who.to_owned(), verb.to_uppercase(), path.to_owned()))
+        // The rate limit's group, where it is not the usual one.
+        let arrow = words.find(|word| !word.starts_with('('))?;
+        (arrow == "=>").then(|| (who.to_owned(), verb.to_uppercase(), path.to_owned()))
     };
     source.lines().filter_map(row).collect()
 }
@@ -110,6 +113,44 @@ fn every_reference_in_the_description_leads_somewhere() {
 }
 
 #[test]
+fn every_body_has_an_example_and_every_tag_a_word() {
+    let document = document();
+    for (method, path, operation) in operations(&document) {
+        let shown = |content: &Value| content["example"].is_object() || content["examples"].is_object();
+        let body = &operation["requestBody"]["content"]["application/json"];
+        assert!(body.is_null() || shown(body), "{method} {path}: {body}");
+        for (status, response) in operation["responses"].as_object().unwrap() {
+            let content = &response["content"]["application/json"];
+            let free_form = content["schema"]["properties"].is_null() && content["schema"]["$ref"].is_null();
+            assert!(content.is_null() || free_form || shown(content), "{method} {path} {status}: {content}");
+            assert!(response["headers"]["X-Correlation-Id"].is_object(), "{method} {path} {status}");
+            let comes_again = matches!(status.as_str(), "429" | "503");
+            assert_eq!(response["headers"]["Retry-After"].is_object(), comes_again, "{method} {path} {status}");
+            let refuses = status.starts_with(['4', '5']);
+            assert_eq!(response[CODES].is_array(), refuses, "{method} {path} {status} does not list its codes");
+        }
+    }
+    for tag in document["tags"].as_array().unwrap() {
+        assert!(tag["description"].is_string(), "TAGS in document/complete.rs has no word for {}", tag["name"]);
+    }
+}
+
+/// What is served but for what belongs to one installation.
+fn as_everywhere(served: &Value) -> Value {
+    let mut served = served.clone();
+    assert!(served["servers"][0]["url"].as_str().is_some_and(|url| url.starts_with("https://")));
+    served.as_object_mut().unwrap().remove("servers");
+    let schemes = served["components"]["securitySchemes"].as_object_mut().unwrap();
+    let provider = schemes.remove("identity_provider").unwrap();
+    let url = provider["openIdConnectUrl"].as_str().unwrap();
+    assert!(url.ends_with("/.well-known/openid-configuration"), "{url}");
+    let account = schemes.remove("client_credentials").unwrap();
+    let url = account["flows"]["clientCredentials"]["tokenUrl"].as_str().unwrap();
+    assert!(url.ends_with("/api/v1/service-accounts/token"), "{url}");
+    served
+}
+
+#[test]
 fn no_schema_has_a_sealed_field() {
     assert!(!document().to_string().contains("_enc\""));
 }
@@ -152,14 +193,50 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
 }
 
 #[tokio::test]
+async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
+    let world = World::new().await;
+    for (who, method, route) in rows() {
+        let path = route.replace("{id}", "018f4e2a-7c1b-7000-8000-000000000001").replace("{kind}", "node");
+        let call =
+            world.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).admin().json(&serde_json::json!({}));
+        let headers = call.send().await.headers;
+        for header in ["ratelimit-policy", "ratelimit"] {
+            assert_eq!(headers.contains_key(header), matches!(&*who, "User" | "Admin"), "{method} {route} {header}");
+        }
+    }
+    world.set_policy(domain::policy::Key::RateLimitApi, 2);
+    let asked = async || world.get("/api/v1/skus").user("ann").send().await;
+    for left in [1, 0] {
+        let answer = asked().await;
+        answer.is(200);
+        assert_eq!(answer.headers["ratelimit-policy"], "\"api\";q=2;w=60");
+        assert!(answer.headers["ratelimit"].to_str().unwrap().starts_with(&format!("\"api\";r={left};t=")));
+    }
+    let refused = asked().await;
+    let details = refused.refused(429, "rate_limited");
+    assert_eq!(details["policy_key"], "rate_limit.api_requests_per_minute");
+    assert_eq!(refused.headers["retry-after"], details["retry_after_seconds"].to_string().as_str());
+}
+
+#[tokio::test]
 async fn the_description_health_and_figures_are_for_anyone() {
     let world = World::new().await;
     let described = world.get("/api/v1/openapi.json").send().await;
-    assert_eq!(described.is(200), &document());
+    let (served, described) = (format!("{:#}", as_everywhere(described.is(200))), format!("{:#}", document()));
+    let differs =
+        served.lines().zip(described.lines()).enumerate().find(|(_, (served, described))| served != described);
+    assert_eq!(differs, None);
+    assert_eq!(served.lines().count(), described.lines().count());
     assert_eq!(world.get("/api/v1/healthz").send().await.is(200)["status"], "ok");
     assert_eq!(world.get("/api/v1/readyz").send().await.is(200)["ready"], true);
     let figures = world.get("/metrics").response().await;
     assert!(figures.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
+    let page = world.get("/api/v1/docs").response().await;
+    let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
+    assert!(may.starts_with("default-src 'none'; script-src 'self';") && !may.contains("http"), "{may}");
+    let reader = world.get("/api/v1/docs/reader.js").response().await;
+    let script = axum::body::to_bytes(reader.into_body(), 16 << 20).await.unwrap();
+    assert!(script.len() > 1 << 20);
     world.services.stopping.cancel();
     let stopping = world.get("/api/v1/readyz").send().await;
     stopping.refused(503, "service_unavailable");

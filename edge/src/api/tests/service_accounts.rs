@@ -1,12 +1,14 @@
 //! Service accounts: made, known by their keys, and nobody from the moment that a key is revoked.
 
-use super::world::{Answer, REFRESH_TOKEN, World, without_ids};
+use super::world::{Answer, Placing, REFRESH_TOKEN, World, without_ids};
 use axum::http::Method;
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use domain::policy::Key;
+use futures::StreamExt;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
+use std::time::Duration;
 
 const ACCOUNTS: &str = "/api/v1/service-accounts";
 const TOKEN: &str = "/api/v1/service-accounts/token";
@@ -324,4 +326,29 @@ async fn the_provider_s_keys_are_refreshed_by_whoever_has_the_operator_s_token()
     let again = world.post(path).by(REFRESH_TOKEN).send().await;
     again.refused(429, "rate_limited");
     assert!(again.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn a_stream_tells_a_revoked_account_nothing_more() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let account = world.keyed("ann", &["user"]).await;
+    let token = world.access(&account).await;
+    let wanted = json!({"sku": "h100x4", "gpu_count": 1});
+    let rented = world.post("/api/v1/allocations").by(&token).key("k").json(&wanted).send().await;
+    assert_eq!(rented.is(201)["user_id"], "ann");
+    let path = format!("/api/v1/allocations/{}", rented.body["id"].as_str().unwrap());
+    let stream = world.get(&format!("{path}/events")).by(&token).response().await;
+    let mut told = stream.into_body().into_data_stream();
+    let first = told.next().await.unwrap().unwrap();
+    assert!(String::from_utf8_lossy(&first).contains("requested"));
+    let revoked =
+        world.call(Method::DELETE, &format!("{}/keys/{}", account.path(), account.key)).user("ann").send().await;
+    assert_eq!(revoked.status, 204);
+    world.post(&format!("{path}/release")).user("ann").send().await.is(202);
+    let rest = tokio::time::timeout(Duration::from_secs(5), told.collect::<Vec<_>>()).await.expect("the stream ends");
+    let rest: Vec<u8> = rest.into_iter().flat_map(|chunk| chunk.unwrap().to_vec()).collect();
+    assert!(!String::from_utf8_lossy(&rest).contains("releasing"), "what happened after the revocation was told");
 }

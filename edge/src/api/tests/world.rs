@@ -10,6 +10,7 @@ use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
+use crate::rate_limit::RateLimiter;
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
@@ -173,7 +174,7 @@ impl<'a> Call<'a> {
     pub(super) async fn send(self) -> Answer {
         let response = self.response().await;
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let bytes = axum::body::to_bytes(response.into_body(), 4 << 20).await.unwrap();
+        let bytes = axum::body::to_bytes(response.into_body(), 16 << 20).await.unwrap();
         let body = if bytes.is_empty() { Value::Null } else { serde_json::from_slice(&bytes).unwrap_or(Value::Null) };
         assert!(!String::from_utf8_lossy(&bytes).contains("_enc\""), "a sealed field is served");
         Answer { status, headers, body }
@@ -199,7 +200,8 @@ impl World {
         let reads = Reads::new(pool);
         let store = Arc::new(Durable { committer, reads: reads.clone() });
         let clock = Arc::new(Watch::default());
-        let host = Host::new(HostConfig::default(), store, Arc::new(NoEffects), Arc::clone(&clock) as Arc<dyn Clock>);
+        let effects = ReadsPolicy { reads: reads.clone(), clock: Arc::clone(&clock) };
+        let host = Host::new(HostConfig::default(), store, Arc::new(effects), Arc::clone(&clock) as Arc<dyn Clock>);
         for (shard, epoch) in won {
             host.open(Term { shard, epoch }, None).await.unwrap();
         }
@@ -211,6 +213,7 @@ impl World {
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
+            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,
             reads,
             world: Arc::clone(&clock) as Arc<dyn Clock>,
@@ -228,6 +231,10 @@ impl World {
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());
+        // No test's subject but its own: most ask as one user.
+        let mut book = PolicyBook::default();
+        book.set(Key::RateLimitApi, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000)).unwrap();
+        clock.policy.store(Arc::new(book));
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
         Self { services, router, identities, placing, clock, postgres }
     }
@@ -304,6 +311,7 @@ impl World {
         let agent = Principal::Node(id);
         let enrollment = Enrollment {
             token_sha256: hash.to_bytes(),
+            csr_sha256: [0; 32],
             issued: Certificate { serial: "01".into(), not_after: now + TimeDelta::days(1), generation: 0 },
             recovery_public_key: "key".into(),
             boot_id: "boot".into(),
@@ -416,6 +424,7 @@ fn trust() -> Trust {
     Trust {
         domain,
         api_ca_pem: node_ca.certificate_pem().to_owned(),
+        nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
         at_rest: crate::testing::key_ring(),
         node_ca,
         task_signer,
@@ -489,10 +498,18 @@ impl Clock for Watch {
     }
 }
 
-struct NoEffects;
+struct ReadsPolicy {
+    reads: Reads,
+    clock: Arc<Watch>,
+}
 
-impl Effects for NoEffects {
-    fn perform(&self, _: Effect) {}
+impl Effects for ReadsPolicy {
+    fn perform(&self, effect: Effect) {
+        if effect == Effect::ReadPolicy {
+            let (reads, clock) = (self.reads.clone(), Arc::clone(&self.clock));
+            tokio::spawn(async move { clock.policy.store(Arc::new(reads.policy_book().await.unwrap())) });
+        }
+    }
 }
 
 struct Alone;

@@ -225,13 +225,16 @@ async fn what_is_no_request_at_all_gets_the_envelope() {
 #[tokio::test]
 async fn an_address_that_floods_is_told_to_wait() {
     let world = World::new().await;
+    world.set_policy(Key::RateLimitEnrollment, 240);
     let node_id = world.register().await;
     let client = world.client(&world.tls(None));
     let path = format!("/internal/v1/nodes/{node_id}/enroll");
     let flood = (0..400).map(|_| world.send(&client, Method::POST, &path, Some(b"{".to_vec())));
     let answers: Vec<Answer> = futures::future::join_all(flood).await;
     let limited = answers.iter().find(|answer| answer.status == 429).expect("a bound per address");
-    assert_eq!(limited.refused(429, "rate_limited")["limit"], 240);
+    let details = limited.refused(429, "rate_limited");
+    assert_eq!((&details["limit"], &details["window_seconds"]), (&json!(240), &json!(60)));
+    assert_eq!(details["policy_key"], "rate_limit.enrollment_requests_per_minute");
     assert!(limited.headers.contains_key("retry-after"));
     assert!(answers.iter().filter(|answer| answer.status == 400).count() >= 240);
 }

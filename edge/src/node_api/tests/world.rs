@@ -9,6 +9,7 @@ use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
+use crate::rate_limit::RateLimiter;
 use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Tree, TreeFilter};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
@@ -160,8 +161,10 @@ impl World {
         .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
+        let directory = Directory::new(host, Arc::new(Alone));
         let services = Services::new(Parts {
-            directory: Directory::new(host, Arc::new(Alone)),
+            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
+            directory,
             reads,
             world: Arc::clone(&clock) as Arc<dyn Clock>,
             runtime: Arc::new(NoRuntime),
@@ -179,6 +182,7 @@ impl World {
                 bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
                 verifier_set,
                 api_ca_pem: tls.authority_pem,
+                nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
                 at_rest: crate::testing::key_ring(),
             },
             addresses: Addresses {
@@ -469,7 +473,7 @@ impl Effects for AtOnce {
             Effect::CloseNode(node) if self.closes.load(Ordering::SeqCst) => {
                 self.connections.close_node(node.0);
             }
-            Effect::CloseNode(_) => {}
+            Effect::CloseNode(_) | Effect::ReadPolicy => {}
         }
     }
 }

@@ -25,6 +25,8 @@ use crate::{
     tls::{ServerTls, server_config, tickets::SharedTickets},
 };
 
+mod hostile;
+
 #[derive(Clone)]
 struct App(TrustDomain);
 
@@ -81,6 +83,10 @@ impl World {
 
     /// `like`: a second replica, with the first one's authorities and ticket secret.
     async fn shared(limits: ListenerLimits, like: Option<&Settings>) -> Self {
+        Self::serving(limits, like, router()).await
+    }
+
+    async fn serving(limits: ListenerLimits, like: Option<&Settings>, router: Router) -> Self {
         install_crypto();
         let settings = match like {
             Some(settings) => settings.clone(),
@@ -99,7 +105,7 @@ impl World {
             (listener.local_addr().unwrap(), Connections::default(), CancellationToken::new());
         let server = TlsServer {
             tls: Arc::new(ArcSwap::from_pointee(config)),
-            router: router(),
+            router,
             limits,
             connections: connections.clone(),
             trust_domain: Some(domain()),

@@ -223,3 +223,30 @@ fn how_long_silence_may_last_is_policy() {
     let Reply::Heard { next_heartbeat_seconds } = story.heard().reply else { panic!("no answer") };
     assert_eq!(next_heartbeat_seconds, 3);
 }
+
+/// The one who tries hears one public code, and may try again at once: the log keeps the true cause, one row a minute.
+#[test]
+fn a_refused_enrollment_is_kept_with_its_cause_once_a_minute() {
+    let mut story = node().invited().by(&agent(), enrollment());
+    let mut kept = Vec::new();
+    for second in 0..130 {
+        let rejection = story.refuses(&agent(), enrollment());
+        let refused = story.node.audit_refusal(&enrollment(), &rejection, &ctx(story.now, &story.policy, &agent()));
+        if let Some(refused) = refused {
+            assert_eq!(refused.audit.action, AuditAction::NodesRefuseEnrollment);
+            assert_eq!(refused.audit.metadata["cause"], "the enrollment token does not hold: it was used before");
+            assert_eq!(
+                Node { refusals: story.node.refusals, ..refused.next.clone() },
+                story.node,
+                "nothing else changes"
+            );
+            story.node = refused.next;
+            kept.push(second);
+        }
+        story = story.after(TimeDelta::seconds(1));
+    }
+    assert_eq!(kept, [0, 60, 120]);
+    let other =
+        story.node.audit_refusal(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
+    assert!(other.is_none(), "a refused poll is in the logs alone");
+}

@@ -1,0 +1,164 @@
+//! What is audited, as one table to review (specification, *Audit log entry*: every onboarding, failure, reissue, lifecycle
+//! action, SSH key mutation and policy change).
+
+use crate::id::EntityRef;
+use crate::machine::Timestamp;
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+
+/// The rows: what it is called in the log, and when it is written.
+macro_rules! actions {
+    ($($variant:ident $name:literal: $when:literal;)+) => {
+        /// What was done, or failed.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum AuditAction {
+            $(#[doc = $when] $variant,)+
+        }
+
+        impl AuditAction {
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
+            /// The dotted name in the log.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+
+            /// When a row of it is written.
+            #[must_use]
+            pub const fn when(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $when,)+
+                }
+            }
+        }
+    };
+}
+
+actions! {
+    NodesCreate "nodes.create": "an administrator registered a node";
+    NodesUpdate "nodes.update": "an administrator changed how a node is reached";
+    NodesIssueEnrollmentToken "nodes.issue_enrollment_token": "a bundle with a fresh token was issued; older ones are void";
+    NodesReissueEnrollment "nodes.reissue_enrollment": "a recovery bundle was issued for a node";
+    NodesEnroll "nodes.enroll": "an agent enrolled with the issued token";
+    NodesRefuseEnrollment "nodes.refuse_enrollment": "an enrollment or a recovery was refused, with its true cause; at most one row a minute and node";
+    NodesRecover "nodes.recover": "an agent recovered its identity with its recovery token and key";
+    NodesCloneSuspected "nodes.clone_suspected": "token and key were shown with an old identity generation: the machine has a copy";
+    NodesExpireEnrollment "nodes.expire_enrollment": "a token or an enrollment was not used in time";
+    NodesActivate "nodes.activate": "an enrolled agent polled and its inventory matched";
+    NodesRenewCertificate "nodes.renew_certificate": "an agent renewed its certificate";
+    NodesLose "nodes.lose": "an active node was not heard and counts as offline";
+    NodesFind "nodes.find": "an offline node was heard again";
+    NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
+    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back";
+    NodesRetire "nodes.retire": "a node was taken out of service, or begins to drain";
+    NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
+    NodesReactivate "nodes.reactivate": "a retired node was taken into service again";
+    NodesRemove "nodes.remove": "a retired node was removed for good";
+
+    AllocationsRequest "allocations.request": "a user asked for GPUs";
+    AllocationsFail "allocations.fail": "a request was refused or its provisioning failed, with the code";
+    AllocationsRelease "allocations.release": "an allocation was given back, or cancelled";
+    AllocationsFailRelease "allocations.fail_release": "a clean-up attempt failed, with the reason";
+    AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";
+    AllocationsForceRelease "allocations.force_release": "an operator ended an allocation without proof of clean-up";
+
+    SkusCreate "skus.create": "an administrator made a catalog entry";
+    SkusUpdate "skus.update": "an administrator revised a catalog entry";
+    SkusApprove "skus.approve": "one of the two approvals of a change of status";
+    SkusActivate "skus.activate": "both had approved: a catalog entry was activated";
+    SkusDeprecate "skus.deprecate": "both had approved: a catalog entry was deprecated";
+    SkusDeactivate "skus.deactivate": "both had approved: a catalog entry was deactivated";
+    SkusWithdrawApproval "skus.withdraw_approval": "an approval that waited was withdrawn by the opposite request";
+    SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
+
+    SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
+    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or was refused";
+    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
+
+    PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
+    PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
+    PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
+    ServiceAccountsCreate "service_accounts.create": "a service account was made";
+    ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
+    ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
+    ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
+    RuntimeRestart "runtime.restart": "an operator had a parked entity started anew";
+}
+
+/// One row of the audit log. Who, when and under which correlation id is the shell's to add.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Audit {
+    pub action: AuditAction,
+    pub target: EntityRef,
+    /// Identifiers and reasons; never a secret.
+    pub metadata: serde_json::Value,
+}
+
+impl Audit {
+    #[must_use]
+    pub const fn new(action: AuditAction, target: EntityRef, metadata: serde_json::Value) -> Self {
+        Self { action, target, metadata }
+    }
+}
+
+/// Of refusals one is audited in so long: whoever is refused can ask again at once, and must not fill the log.
+pub const REFUSALS_APART: TimeDelta = TimeDelta::minutes(1);
+
+/// When an entity's last refusal was audited.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Refusals(Option<Timestamp>);
+
+impl Refusals {
+    /// The same after a refusal that is to be audited; `None` where one was audited a moment ago.
+    #[must_use]
+    pub fn audited(self, now: Timestamp) -> Option<Self> {
+        let due = self.0.is_none_or(|last| now >= last + REFUSALS_APART || now < last);
+        due.then_some(Self(Some(now)))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::fmt::Write as _;
+
+    #[test]
+    fn the_audited_actions_are_as_reviewed() {
+        let mut table = String::new();
+        for action in AuditAction::ALL {
+            writeln!(table, "{}: {}", action.as_str(), action.when()).unwrap();
+        }
+        insta::assert_snapshot!(table);
+    }
+
+    #[test]
+    fn every_action_has_a_name_of_its_own_that_says_no_secret() {
+        let names: BTreeSet<_> = AuditAction::ALL.iter().map(|action| action.as_str()).collect();
+        assert_eq!(names.len(), AuditAction::ALL.len());
+        assert!(
+            names
+                .iter()
+                .all(|name| name.split_once('.').is_some_and(|(noun, verb)| !noun.is_empty() && !verb.is_empty()))
+        );
+    }
+
+    #[test]
+    fn of_many_refusals_one_a_minute_is_audited() {
+        let second = |n| Timestamp::UNIX_EPOCH + TimeDelta::seconds(n);
+        let (mut refusals, mut audited) = (Refusals::default(), Vec::new());
+        for n in 0..200 {
+            if let Some(next) = refusals.audited(second(n)) {
+                refusals = next;
+                audited.push(n);
+            }
+        }
+        assert_eq!(audited, [0, 60, 120, 180]);
+        assert!(refusals.audited(second(0)).is_some(), "a clock that was put back silences nothing");
+    }
+}

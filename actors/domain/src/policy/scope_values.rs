@@ -1,0 +1,275 @@
+//! The policy values of one scope, written by administrators (specification, *Policy value*).
+//!
+//! What is superseded leaves the state: it stands in the history and the audit log. What is kept is what is in force and what
+//! will be.
+
+use super::{Crossing, Key, ORDERED, PolicyBook, Scope, Value};
+use crate::audit::{Audit, AuditAction};
+use crate::authz::Action;
+use crate::event::Event;
+use crate::id::{EntityRef, Kind, PolicyId, PolicyValueId};
+use crate::machine::{self, Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};
+use chrono::{SubsecRound as _, TimeDelta};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// How far back `effective_at` may lie and still mean now: for the clock of whoever asks, and the way.
+const LATENESS: TimeDelta = TimeDelta::seconds(60);
+/// How far ahead it may lie.
+const FORESIGHT: TimeDelta = TimeDelta::days(3660);
+/// Values of one key that may lie ahead in one scope, and of all keys.
+const AHEAD_OF_KEY: usize = 20;
+const AHEAD: usize = 200;
+/// Scopes with values of their own. Every process reads all of them.
+const SCOPES: usize = 10_000;
+
+/// The state: what is set in one scope.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScopeValues {
+    pub scope: Scope,
+    /// By key and the instant from which they hold. Keys of another release stay as they are.
+    pub values: Vec<Written>,
+}
+
+/// One value, as it was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Written {
+    pub id: PolicyValueId,
+    pub key: String,
+    pub value: Value,
+    pub effective_at: Timestamp,
+    pub reason: String,
+    /// What would hold for this scope itself from then on, if this had not been written.
+    pub old_value: Option<Value>,
+    pub written_by: String,
+    pub written_at: Timestamp,
+}
+
+/// A value to be written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NewValue {
+    pub scope: Scope,
+    pub key: Key,
+    pub value: Value,
+    /// `None`: at once.
+    pub effective_at: Option<Timestamp>,
+    pub reason: String,
+    pub expected: Expected,
+}
+
+/// What the writer believes to replace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Expected {
+    Anything,
+    /// Nothing is set in this scope.
+    Nothing,
+    This(Value),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Write(Box<NewValue>),
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Write(_) => "write",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Write(_) => Action::ManagePolicy,
+            Self::Tick => Action::Advance,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Written { scope: Scope, written: Box<Written> },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("nothing was ever written for this scope")]
+    NotFound,
+    #[error("{} does not admit {value}", key.name())]
+    OutOfBounds { key: Key, value: Value },
+    #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
+    Crosses { key: Key, low: Key, high: Key, crossing: Crossing },
+    #[error("the value is another")]
+    Differs { key: Key, current: Option<Value> },
+    #[error("effective_at lies in the past")]
+    Past { now: Timestamp },
+    #[error("effective_at lies too far ahead")]
+    TooFarAhead { latest: Timestamp },
+    #[error("{limit} values lie ahead")]
+    TooManyAhead { limit: usize },
+    #[error("{limit} scopes have values of their own")]
+    TooManyScopes { limit: usize },
+}
+
+impl Machine for ScopeValues {
+    const KIND: Kind = Kind::Policy;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match (state, command) {
+            (Some(values), Command::Write(new)) => values.write(*new, ctx),
+            (None, Command::Write(_)) if ctx.policy.scopes() >= SCOPES => {
+                Err(Rejection::TooManyScopes { limit: SCOPES })
+            }
+            // A scope comes to be with its first value.
+            (None, Command::Write(new)) => Self { scope: new.scope.clone(), values: Vec::new() }.write(*new, ctx),
+            (None, Command::Tick) => Err(Rejection::NotFound),
+            (Some(_), Command::Tick) => Ok(Step::stay(Reply::Done)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        "present"
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn keys(&self) -> Keys {
+        Keys::default()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl ScopeValues {
+    /// What holds in this scope at `at`, by what is written so far.
+    fn of_key_at(&self, key: &str, at: Timestamp) -> Option<&Written> {
+        let so_far = self.values.iter().filter(|written| written.key == key && written.effective_at <= at);
+        so_far.max_by_key(|written| written.effective_at)
+    }
+
+    fn write(&self, new: NewValue, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let NewValue { scope: _, key, value, effective_at, reason, expected } = new;
+        if !key.admits(&value) {
+            return Err(Rejection::OutOfBounds { key, value });
+        }
+        let effective_at = instant(effective_at, ctx.now)?;
+        let old_value = self.of_key_at(key.name(), effective_at).map(|written| written.value.clone());
+        let as_expected = match expected {
+            Expected::Anything => true,
+            Expected::Nothing => old_value.is_none(),
+            Expected::This(expected) => old_value == Some(expected),
+        };
+        if !as_expected {
+            return Err(Rejection::Differs { key, current: old_value });
+        }
+        let written = Written {
+            id: PolicyValueId(ctx.new_id(0)),
+            key: key.name().to_owned(),
+            value,
+            effective_at,
+            reason,
+            old_value,
+            written_by: ctx.by.to_string(),
+            written_at: ctx.now,
+        };
+        let next = self.with(written.clone(), ctx.now);
+        next.keep_within_bounds(key, ctx.now)?;
+        next.keep_order(key, effective_at, ctx)?;
+        Ok(next.said(key, written, ctx))
+    }
+
+    fn with(&self, written: Written, now: Timestamp) -> Self {
+        let mut next = self.clone();
+        next.values.retain(|before| before.key != written.key || before.effective_at != written.effective_at);
+        next.values.push(written);
+        next.values.sort_by(|a, b| (&a.key, a.effective_at).cmp(&(&b.key, b.effective_at)));
+        let in_force = next.clone();
+        next.values.retain(|value| {
+            value.effective_at > now
+                || in_force.of_key_at(&value.key, now).is_some_and(|holds| holds.effective_at == value.effective_at)
+        });
+        next
+    }
+
+    fn keep_within_bounds(&self, key: Key, now: Timestamp) -> Result<(), Rejection> {
+        let ahead = self.values.iter().filter(|written| written.effective_at > now);
+        let of_key = ahead.clone().filter(|written| written.key == key.name()).count();
+        for (count, limit) in [(of_key, AHEAD_OF_KEY), (ahead.count(), AHEAD)] {
+            if count > limit {
+                return Err(Rejection::TooManyAhead { limit });
+            }
+        }
+        Ok(())
+    }
+
+    /// What is set in two scopes at the same moment is not compared: each is checked against what is known of the others.
+    fn keep_order(&self, key: Key, from: Timestamp, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+        for (low, high) in ORDERED.into_iter().filter(|(low, high)| [low, high].contains(&&key)) {
+            let mut book = ctx.policy.of_others([low, high], &self.scope);
+            self.enter(&mut book);
+            if let Some(crossing) = book.crossing((low, high), &self.scope, from) {
+                return Err(Rejection::Crosses { key, low, high, crossing });
+            }
+        }
+        Ok(())
+    }
+
+    fn said(self, key: Key, written: Written, ctx: &Ctx<'_>) -> Step<Self> {
+        let metadata = json!({
+            "policy_key": written.key,
+            "scope": self.scope,
+            "old_value": written.old_value,
+            "new_value": written.value,
+            "effective_at": written.effective_at,
+            "reason": written.reason,
+        });
+        let audit = Audit::new(AuditAction::PoliciesWrite, EntityRef { kind: Kind::Policy, id: ctx.id }, metadata);
+        let event = Event::PolicyWritten {
+            policy_id: PolicyId(ctx.id),
+            value_id: written.id,
+            policy: key,
+            effective_at: written.effective_at,
+        };
+        let why = format!("{} is {} from {} on", written.key, written.value, written.effective_at);
+        let reply = Reply::Written { scope: self.scope.clone(), written: Box::new(written) };
+        Step::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadPolicy)
+    }
+
+    /// Enters everything into a book. What this release does not know or admit is left out, and returned by its key: the less
+    /// specific value holds there.
+    pub fn enter(&self, book: &mut PolicyBook) -> Vec<&str> {
+        let mut enter = |written: &Written| {
+            let key = Key::parse(&written.key)?;
+            book.set(key, self.scope.clone(), written.effective_at, written.value.clone()).ok()
+        };
+        self.values.iter().filter(|written| enter(written).is_none()).map(|written| written.key.as_str()).collect()
+    }
+}
+
+/// From when on the value holds, as Postgres keeps times.
+fn instant(asked: Option<Timestamp>, now: Timestamp) -> Result<Timestamp, Rejection> {
+    let Some(asked) = asked.map(|at| at.trunc_subsecs(6)) else { return Ok(now) };
+    if asked < now - LATENESS {
+        return Err(Rejection::Past { now });
+    }
+    let latest = now + FORESIGHT;
+    if asked > latest { Err(Rejection::TooFarAhead { latest }) } else { Ok(asked.max(now)) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -1,0 +1,214 @@
+use super::*;
+use crate::authz::Principal;
+use crate::policy::Scopes;
+use proptest::prelude::*;
+use uuid::Uuid;
+
+const KEY: Key = Key::AllocationMaxConcurrent;
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_timestamp(1_000_000 + second, 0).unwrap()
+}
+
+fn new(value: i64) -> NewValue {
+    NewValue {
+        scope: Scope::Global,
+        key: KEY,
+        value: Value::Int(value),
+        effective_at: None,
+        reason: "a test".into(),
+        expected: Expected::Anything,
+    }
+}
+
+fn decide(
+    state: Option<&ScopeValues>,
+    new: NewValue,
+    now: i64,
+    policy: &PolicyBook,
+) -> Result<Step<ScopeValues>, Rejection> {
+    let by = Principal::system("test");
+    let ctx = Ctx {
+        now: at(now),
+        policy,
+        by: &by,
+        correlation_id: "c",
+        seed: now.unsigned_abs().into(),
+        id: Uuid::from_u128(1),
+        version: 1,
+    };
+    ScopeValues::decide(state, Command::Write(Box::new(new)), &ctx)
+}
+
+fn write(state: Option<&ScopeValues>, new: NewValue, now: i64) -> Result<ScopeValues, Rejection> {
+    Ok(decide(state, new, now, &PolicyBook::default())?.next.unwrap())
+}
+
+fn holds_at(values: &ScopeValues, second: i64) -> Value {
+    let mut book = PolicyBook::default();
+    assert!(values.enter(&mut book).is_empty());
+    book.resolve(KEY, &Scopes::global(), at(second)).0
+}
+
+#[test]
+fn a_value_is_written_with_who_why_and_what_it_replaces() {
+    let first = write(None, new(10), 0).unwrap();
+    let step = decide(Some(&first), new(20), 5, &PolicyBook::default()).unwrap();
+    let Reply::Written { scope: Scope::Global, written } = step.reply else { panic!("another reply") };
+    assert_eq!((written.old_value, written.value, written.effective_at), (Some(Value::Int(10)), Value::Int(20), at(5)));
+    assert_eq!((written.written_by.as_str(), written.written_at), ("system:test", at(5)));
+    let metadata = &step.audit[0].metadata;
+    assert_eq!((&metadata["policy_key"], &metadata["reason"]), (&json!(KEY.name()), &json!("a test")));
+    assert_eq!((&metadata["old_value"], &metadata["new_value"]), (&json!(10), &json!(20)));
+    assert_eq!(step.events[0].subject(), "policy.invalidate.allocation.max_concurrent_per_user");
+    assert_eq!(step.effects, [Effect::ReadPolicy]);
+}
+
+#[test]
+fn what_a_key_does_not_admit_is_refused_before_it_is_written() {
+    for value in [Value::Int(-1), Value::Int(10_001), Value::Int(i64::MAX), Value::Bool(true), Value::Text("7".into())]
+    {
+        let refused = write(None, NewValue { value: value.clone(), ..new(0) }, 0);
+        assert_eq!(refused, Err(Rejection::OutOfBounds { key: KEY, value }));
+    }
+    for value in [0, 10_000] {
+        assert!(write(None, new(value), 0).is_ok());
+    }
+}
+
+#[test]
+fn of_several_who_expect_the_same_value_one_wins() {
+    let first = write(None, NewValue { expected: Expected::Nothing, ..new(10) }, 0).unwrap();
+    let refused = write(Some(&first), NewValue { expected: Expected::Nothing, ..new(11) }, 0);
+    assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(Value::Int(10)) }));
+    let expecting = |value| NewValue { expected: Expected::This(Value::Int(10)), ..new(value) };
+    let second = write(Some(&first), expecting(20), 1).unwrap();
+    assert_eq!(
+        write(Some(&second), expecting(21), 1),
+        Err(Rejection::Differs { key: KEY, current: Some(Value::Int(20)) })
+    );
+    // The same for one instant ahead.
+    let ahead = |value| NewValue { effective_at: Some(at(60)), expected: Expected::This(Value::Int(20)), ..new(value) };
+    let third = write(Some(&second), ahead(30), 2).unwrap();
+    assert_eq!(write(Some(&third), ahead(31), 2), Err(Rejection::Differs { key: KEY, current: Some(Value::Int(30)) }));
+}
+
+#[test]
+fn the_past_is_refused_but_for_a_slow_clock_and_the_far_future_too() {
+    let when = |at| NewValue { effective_at: Some(at), ..new(7) };
+    assert_eq!(write(None, when(at(-61)), 0), Err(Rejection::Past { now: at(0) }));
+    assert_eq!(write(None, when(at(-60)), 0).unwrap().values[0].effective_at, at(0));
+    let latest = at(0) + FORESIGHT;
+    assert!(write(None, when(latest), 0).is_ok());
+    assert_eq!(write(None, when(latest + TimeDelta::seconds(1)), 0), Err(Rejection::TooFarAhead { latest }));
+    let fine = at(5) + TimeDelta::nanoseconds(1_234_567);
+    let kept = write(None, when(fine), 0).unwrap().values[0].effective_at;
+    assert_eq!(kept, at(5) + TimeDelta::microseconds(1234));
+}
+
+#[test]
+fn so_many_values_may_lie_ahead_and_the_same_instant_is_one() {
+    let ahead = |key, second| NewValue { key, effective_at: Some(at(second)), ..new(7) };
+    let mut values = write(None, new(1), 0).unwrap();
+    for second in 1..=AHEAD_OF_KEY as i64 {
+        values = write(Some(&values), ahead(KEY, second), 0).unwrap();
+    }
+    assert_eq!(write(Some(&values), ahead(KEY, 1000), 0), Err(Rejection::TooManyAhead { limit: AHEAD_OF_KEY }));
+    let replaced = write(Some(&values), NewValue { value: Value::Int(9), ..ahead(KEY, 20) }, 0).unwrap();
+    assert_eq!((replaced.values.len(), holds_at(&replaced, 20)), (AHEAD_OF_KEY + 1, Value::Int(9)));
+    // When they have come to pass there is room again.
+    let later = write(Some(&values), ahead(KEY, 1000), 20).unwrap();
+    assert_eq!(later.values.len(), 2);
+    let keys: Vec<Key> = Key::ALL.iter().copied().filter(|key| *key != KEY && key.admits(&Value::Int(300))).collect();
+    let mut refused = None;
+    for (n, key) in keys.iter().flat_map(|key| [key; 19]).enumerate() {
+        let second = i64::try_from(n).unwrap() + 100;
+        match write(Some(&values), NewValue { value: Value::Int(300), ..ahead(*key, second) }, 0) {
+            Ok(next) => values = next,
+            Err(Rejection::Crosses { .. }) => {}
+            Err(rejection) => refused = Some(rejection),
+        }
+    }
+    assert_eq!(refused, Some(Rejection::TooManyAhead { limit: AHEAD }));
+}
+
+#[test]
+fn there_is_an_end_to_scopes_with_values_of_their_own() {
+    let mut book = PolicyBook::default();
+    for n in 0..SCOPES {
+        book.set(KEY, Scope::UserId(format!("user {n}")), at(0), Value::Int(1)).unwrap();
+    }
+    assert_eq!(decide(None, new(1), 0, &book).err(), Some(Rejection::TooManyScopes { limit: SCOPES }));
+    let existing = write(None, new(1), 0).unwrap();
+    assert!(decide(Some(&existing), new(2), 1, &book).is_ok());
+}
+
+#[test]
+fn the_smallest_deposit_is_never_over_the_largest_for_anybody_at_any_time() {
+    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
+    let deposit = |scope: &Scope, key, value, second| NewValue {
+        scope: scope.clone(),
+        key,
+        value: Value::Int(value),
+        effective_at: Some(at(second)),
+        ..new(0)
+    };
+    let (org, user) = (Scope::OrgId("acme".into()), Scope::UserId("ann".into()));
+    let mut book = PolicyBook::default();
+    let crosses = |answer: Result<Step<ScopeValues>, Rejection>, second| match answer {
+        Err(Rejection::Crosses { crossing, .. }) => assert_eq!(crossing.at, at(second)),
+        other => panic!("{:?}", other.map(|step| step.why)),
+    };
+    // Against the default of the other key.
+    crosses(decide(None, deposit(&org, high, 999, 10), 0, &book), 10);
+    crosses(decide(None, deposit(&org, low, 100_001, 10), 0, &book), 10);
+    assert!(decide(None, deposit(&org, high, 1000, 10), 0, &book).is_ok());
+    // Against a less specific scope, from the instant at which they meet.
+    book.set(high, org.clone(), at(50), Value::Int(5000)).unwrap();
+    crosses(decide(None, deposit(&user, low, 5001, 10), 0, &book), 50);
+    // Against a more specific one, and against what the scope itself has ahead.
+    book.set(low, user.clone(), at(0), Value::Int(4000)).unwrap();
+    crosses(decide(None, deposit(&Scope::Global, high, 3999, 10), 0, &book), 10);
+    let ahead = decide(None, deposit(&user, high, 4500, 30), 0, &book).unwrap().next.unwrap();
+    crosses(decide(Some(&ahead), deposit(&user, low, 4600, 5), 0, &book), 30);
+    assert!(decide(Some(&ahead), deposit(&user, low, 4500, 5), 0, &book).is_ok());
+}
+
+#[test]
+fn values_of_another_release_are_kept_and_left_out_of_the_book() {
+    let mut values = write(None, new(5), 0).unwrap();
+    let foreign = Written { key: "of.another_release".into(), ..values.values[0].clone() };
+    values.values.push(Written { id: PolicyValueId(Uuid::from_u128(9)), ..foreign });
+    let kept = serde_json::to_string(&values).unwrap();
+    let read: ScopeValues = serde_json::from_str(&kept).unwrap();
+    assert_eq!(read, values);
+    assert_eq!(read.enter(&mut PolicyBook::default()), ["of.another_release"]);
+    assert_eq!(write(Some(&read), new(6), 9).unwrap().values.len(), 2);
+}
+
+proptest! {
+    /// Against a model that keeps every write: what holds at any instant from now on is the same.
+    #[test]
+    fn pruning_changes_nothing_that_holds_or_will(writes in prop::collection::vec((0i64..5, 0i64..12, 0i64..100), 1..40)) {
+        let mut model: Vec<(Timestamp, i64)> = Vec::new();
+        let mut values: Option<ScopeValues> = None;
+        let mut now = 0;
+        for (passes, ahead, value) in writes {
+            now += passes;
+            let new = NewValue { effective_at: Some(at(now + ahead)), ..new(value) };
+            let next = write(values.as_ref(), new, now).unwrap();
+            model.push((at(now + ahead), value));
+            // The later write of one instant wins; sorting keeps their order.
+            let mut by_time = model.clone();
+            by_time.sort_by_key(|(from, _)| *from);
+            for second in now..now + 20 {
+                let expected = by_time.iter().rfind(|(from, _)| *from <= at(second)).map(|(_, value)| *value);
+                if let Some(expected) = expected {
+                    prop_assert_eq!(holds_at(&next, second), Value::Int(expected));
+                }
+            }
+            prop_assert!(next.values.iter().filter(|written| written.effective_at <= at(now)).count() <= 1);
+            values = Some(next);
+        }
+    }
+}

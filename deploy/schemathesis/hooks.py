@@ -1,0 +1,62 @@
+"""What schemathesis checks of every answer beside its own checks."""
+
+import re
+
+import schemathesis
+
+# What a schema cannot say: a request of the right form that is refused with 400 for what it means, and why the form cannot tell.
+REFUSED_FOR_ITS_MEANING = [
+    # A reference into the catalog; that it does not hold is `invalid_request` (specification, Errors).
+    r"`sku` is not the name or id of",
+    # Opaque, and bound to the list, filter and order that it came from.
+    r"`page_token` is not the next_page of this list",
+    # Preconditions of the life cycle are `invalid_request` (specification, Errors).
+    r"^A node that is \S+ cannot be",
+    # Of a node that does not fit its SKU.
+    r"^`gpus_total` is \d+, but a node of this SKU has|^The SKU is not offered in (this )?region",
+    # A key's bytes must be a key; base64 that decodes to something else has the right form.
+    r"^`(ssh_)?public_key` is refused",
+    # A pattern for host names that tells all that DNS and the address families forbid would be no help to anybody.
+    r"^`host` ",
+    # Every field of a change may be null, which says nothing; not all of them at once.
+    r"^Nothing is to be changed",
+    # schemathesis 4.32 takes the quotes off a header's value, and an entity tag has quotes (RFC 9110, section 8.8.3).
+    r"^Header `If-Match` must be",
+    # An id of the caller's own things.
+    r"^One of `ssh_key_ids` is not a key of yours",
+    # What the deactivation of a SKU in use needs depends on whether it is in use.
+    r"`impact_review`",
+]
+
+
+@schemathesis.check
+def one_of_the_listed_codes(ctx, response, case):
+    """A refusal is the envelope, and its code is one that the route lists for the status (`x-error-codes`)."""
+    if response.status_code < 400:
+        return
+    body = response.json()
+    sent = response.headers["x-correlation-id"][0]
+    assert body["correlation_id"] == sent, f"the envelope says {body['correlation_id']}, the header {sent}"
+    assert len(body["message"]) > 10, "the message says nothing"
+    assert body["details"]["service"] == "api"
+    described = case.operation.definition.raw["responses"].get(str(response.status_code))
+    # A method that the path does not have is nobody's operation.
+    if described is None and response.status_code == 405:
+        assert body["code"] == "method_not_allowed"
+        return
+    assert described is not None, f"the route does not list status {response.status_code}"
+    codes = described["x-error-codes"]
+    assert body["code"] in codes, f"{body['code']} is none of {codes}"
+
+
+@schemathesis.check
+def what_the_schema_allows_is_read(ctx, response, case):
+    """A request that fits its schema is not refused as unreadable: the bounds in the description are those of the service.
+
+    In place of schemathesis' own `positive_data_acceptance`, which cannot tell the two meanings of 400 apart.
+    """
+    if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code not in (400, 413, 415):
+        return
+    body = response.json()
+    known = any(re.search(meaning, body["message"]) for meaning in REFUSED_FOR_ITS_MEANING)
+    assert known or body["code"] == "probe_target_denied", f"refused, though it fits: {body['message']}"

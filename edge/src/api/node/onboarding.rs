@@ -1,0 +1,208 @@
+//! The tokens that a node is set up with, and what goes to its machine with them.
+
+use super::unexpected;
+use crate::api::asking::ByAdmin;
+use crate::api::field::{Reason, TokenTtl};
+use crate::body::{self, JsonOrDefault, Path};
+use crate::bundle::{bootstrap_bundle, bootstrap_script, restart_command};
+use crate::correlation::no_store;
+use crate::error::{ApiError, Code};
+use crate::services::Services;
+use crate::token::{Minted, Purpose, mint};
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::node::{Command, Node, Reissue, Reply};
+use domain::{NodeId, TokenId};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+use wire::bundle::BootstrapBundle;
+
+#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::api) struct NewToken {
+    /// How long the token holds; policy `node.enrollment_token_ttl_seconds` where it is left out.
+    ttl_seconds: Option<TokenTtl>,
+}
+
+/// A single-use enrollment token, in the bundle that a node is set up with.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct IssuedToken {
+    token_id: Uuid,
+    expires_at: DateTime<Utc>,
+    /// Everything that the node's agent is set up with. It holds the token: it is shown once and stored nowhere.
+    #[schema(value_type = Object)]
+    bootstrap_bundle: BootstrapBundle,
+}
+
+/// Why a node gets a new token, and what becomes of what it has.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::api) struct NewEnrollment {
+    reason: Reason,
+    /// How long the token holds; policy `node.enrollment_token_ttl_seconds` where it is left out.
+    ttl_seconds: Option<TokenTtl>,
+    /// The certificate that the node has now is void at once. Without it the node works on with it until it enrolls anew.
+    #[serde(default)]
+    revoke_current_certificate: bool,
+}
+
+/// A single-use enrollment token in place of every token before, and what to do with it.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct ReissuedToken {
+    token_id: Uuid,
+    expires_at: DateTime<Utc>,
+    recovery_bundle: RecoveryBundle,
+}
+
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct RecoveryBundle {
+    /// Everything that the node's agent is set up with. It holds the token: it is shown once and stored nowhere.
+    #[serde(flatten)]
+    #[schema(value_type = Object)]
+    bundle: BootstrapBundle,
+    /// To be run on the machine as root: puts the new token into the agent's environment file, removes its certificate and key, and
+    /// restarts it.
+    restart_command: String,
+}
+
+/// In what form the bundle is wanted.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::api) struct NewScript {
+    format: ScriptFormat,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum ScriptFormat {
+    /// A POSIX shell script.
+    Script,
+    /// An installable package. This installation publishes none.
+    Package,
+}
+
+/// A script that sets a machine up, or up again.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct BootstrapScript {
+    token_id: Uuid,
+    expires_at: DateTime<Utc>,
+    format: ScriptFormat,
+    /// To be run on the machine as root, as often as needed. It holds the token: it is shown once and stored nowhere.
+    script: String,
+}
+
+/// Issues a single-use enrollment token, which voids an earlier one.
+///
+/// The answer is a secret: it is stored nowhere, so a repetition issues a new token whatever its `Idempotency-Key`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body(content = NewToken, description = "May be left out."),
+    responses((status = 201, description = "The token, in its bundle. `Cache-Control: no-store`.", body = IssuedToken)),
+)]
+pub(in crate::api) async fn issue_token(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    JsonOrDefault(new): JsonOrDefault<NewToken>,
+) -> Result<Response, ApiError> {
+    let (minted, token_id) = (mint(Purpose::Enrollment), Uuid::now_v7());
+    let command = Command::IssueToken {
+        token_id: TokenId(token_id),
+        token_sha256: minted.hash.to_bytes(),
+        ttl_seconds: new.ttl_seconds.map(|ttl| ttl.0),
+    };
+    let answered = asking.ask_unstored::<Node>(id, command).await?;
+    let Reply::TokenIssued { expires_at } = answered.reply else { return Err(unexpected()) };
+    let bootstrap_bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
+    let issued = IssuedToken { token_id, expires_at, bootstrap_bundle };
+    Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
+}
+
+/// Issues a token in place of whatever the node had.
+///
+/// For a machine that lost its identity or its token. Older tokens are void, also the one by which the agent would recover. The answer
+/// is a secret: it is stored nowhere, so a repetition issues a new token whatever its `Idempotency-Key`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = NewEnrollment,
+    responses((status = 200, description = "The token, in its bundle. `Cache-Control: no-store`.", body = ReissuedToken)),
+)]
+pub(in crate::api) async fn reissue_enrollment(
+    by: ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(asked): body::Json<NewEnrollment>,
+) -> Result<Response, ApiError> {
+    let (token_id, minted) = (Uuid::now_v7(), mint(Purpose::Enrollment));
+    let why = Why {
+        reason: asked.reason.to_string(),
+        ttl_seconds: asked.ttl_seconds.map(|ttl| ttl.0),
+        revokes: asked.revoke_current_certificate,
+    };
+    let expires_at = reissue(by, id, token_id, &minted, why).await?;
+    let bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
+    let restart_command = restart_command(&bundle)?;
+    let recovery_bundle = RecoveryBundle { bundle, restart_command };
+    Ok((no_store(), Json(ReissuedToken { token_id, expires_at, recovery_bundle })).into_response())
+}
+
+/// Writes the script that sets the node's machine up.
+///
+/// It holds a fresh token, which voids every older one. The answer is a secret: it is stored nowhere.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = NewScript,
+    responses((status = 200, description = "The script. `Cache-Control: no-store`.", body = BootstrapScript)),
+)]
+pub(in crate::api) async fn write_script(
+    by: ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(asked): body::Json<NewScript>,
+) -> Result<Response, ApiError> {
+    if matches!(asked.format, ScriptFormat::Package) {
+        let message = "This installation publishes no package of the agent; ask for format `script`.";
+        return Err(ApiError::new(Code::ServiceUnavailable, message).detail("field", "format"));
+    }
+    let (token_id, minted) = (Uuid::now_v7(), mint(Purpose::Enrollment));
+    let why = Why { reason: "a bootstrap script was asked for".to_owned(), ttl_seconds: None, revokes: false };
+    let expires_at = reissue(by, id, token_id, &minted, why).await?;
+    let script = bootstrap_script(&bootstrap_bundle(&services, NodeId(id), minted.token))?;
+    Ok((no_store(), Json(BootstrapScript { token_id, expires_at, format: asked.format, script })).into_response())
+}
+
+struct Why {
+    reason: String,
+    ttl_seconds: Option<u32>,
+    revokes: bool,
+}
+
+async fn reissue(
+    ByAdmin(asking): ByAdmin,
+    id: Uuid,
+    token_id: Uuid,
+    minted: &Minted,
+    why: Why,
+) -> Result<DateTime<Utc>, ApiError> {
+    let command = Command::Reissue(Box::new(Reissue {
+        token_id: TokenId(token_id),
+        token_sha256: minted.hash.to_bytes(),
+        ttl_seconds: why.ttl_seconds,
+        reason: why.reason,
+        revoke_current_certificate: why.revokes,
+    }));
+    // A node that somebody has taken over is to lose its identity now, however much waits.
+    let answered = asking.urgently().ask_unstored::<Node>(id, command).await?;
+    let Reply::TokenIssued { expires_at } = answered.reply else { return Err(unexpected()) };
+    Ok(expires_at)
+}

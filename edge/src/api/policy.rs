@@ -1,0 +1,397 @@
+//! Business values, read at run time: the catalog of keys, what is set for whom, and what holds (decisions 7, *Policy*).
+
+use actors::place::id_of_name;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use chrono::{DateTime, Utc};
+use domain::policy::{
+    Bounds, Command, Expected, Key, NewValue, Reply, Resolved, Scope, ScopeValues, Scopes, Value, Written,
+};
+use domain::{Kind, PolicyId};
+use persistence::read::{Cursor, PolicyFilter, PolicyRow};
+use serde::{Deserialize, Deserializer, Serialize};
+use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, SchemaType, Type};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{IntoParams, PartialSchema, ToSchema};
+use uuid::Uuid;
+
+use super::asking::{ByAdmin, replayed};
+use super::field::{ClaimId, PolicyKey, Reason};
+use crate::answer::{bounds_of, not_admitted};
+use crate::body::{self, Query};
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::services::Services;
+
+/// The longest text that is read as a value.
+const MAX_TEXT: usize = 255;
+
+/// A value to be set.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewPolicyValue {
+    key: PolicyKey,
+    /// For whom; left out or empty: for everybody.
+    scope: Option<ScopeFields>,
+    value: Given,
+    /// From when on it holds, to the second; left out: at once. Up to a minute ago means at once too. A value that lies ahead can be
+    /// replaced by another one for the same instant.
+    effective_at: Option<DateTime<Utc>>,
+    reason: Reason,
+    /// What would hold for this very scope at `effective_at` without this write, null for nothing: where it is another, the write is
+    /// refused with `state_conflict`.
+    #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Given>)]
+    old_value: Option<Option<Given>>,
+}
+
+/// Whom a value is for: nothing for everybody, or one of these.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = PolicyScope)]
+pub(super) struct ScopeFields {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user_id: Option<ClaimId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    project_id: Option<ClaimId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    org_id: Option<ClaimId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<ClaimId>,
+}
+
+/// A value as it was sent: any JSON, until its key says what it must be.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(transparent)]
+pub(super) struct Given(serde_json::Value);
+
+/// Which values.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct PolicyValueFilter {
+    key: Option<PolicyKey>,
+    /// Of one kind of scopes.
+    #[param(inline)]
+    scope: Option<ScopeKind>,
+    /// Those set for this user. Give one of these four at most.
+    user_id: Option<ClaimId>,
+    project_id: Option<ClaimId>,
+    org_id: Option<ClaimId>,
+    plan: Option<ClaimId>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ScopeKind {
+    Global,
+    UserId,
+    ProjectId,
+    OrgId,
+    Plan,
+}
+
+/// For whom a key is resolved: any of the four, as a token names them.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ResolveQuery {
+    key: PolicyKey,
+    user_id: Option<ClaimId>,
+    project_id: Option<ClaimId>,
+    org_id: Option<ClaimId>,
+    plan: Option<ClaimId>,
+}
+
+/// A key of the catalog.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = PolicyKeyEntry)]
+pub(super) struct KeyView {
+    #[schema(example = "billing.window_seconds")]
+    key: &'static str,
+    #[serde(rename = "type")]
+    value_type: KeyType,
+    /// `min` and `max`, or `enum`.
+    #[schema(value_type = Object, example = json!({"min": 1, "max": 3600}))]
+    bounds: serde_json::Value,
+    /// What holds where nothing is set.
+    #[schema(value_type = Given)]
+    default: Value,
+    meaning: &'static str,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+#[schema(as = PolicyKeyType)]
+pub(super) enum KeyType {
+    Int,
+    String,
+    Bool,
+}
+
+/// The whole catalog; it has no pages.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = PolicyCatalog)]
+pub(super) struct Catalog {
+    items: Vec<KeyView>,
+}
+
+/// A value that is in force in its scope, or will be.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = PolicyValue)]
+pub(super) struct ValueView {
+    id: Uuid,
+    key: String,
+    scope: ScopeFields,
+    #[schema(value_type = Given)]
+    value: Value,
+    effective_at: DateTime<Utc>,
+    reason: String,
+    /// What would have held for this scope instead; null where nothing was set.
+    #[schema(value_type = Option<Given>)]
+    old_value: Option<Value>,
+    written_by: String,
+    written_at: DateTime<Utc>,
+}
+
+/// What holds for a caller of these scopes, as the replica that answers knows it.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = ResolvedPolicyValue)]
+pub(super) struct ResolvedView {
+    key: &'static str,
+    #[schema(value_type = Given)]
+    value: Value,
+    /// What it comes from: a kind of scope, or `default` where nothing is set.
+    #[schema(example = "org_id")]
+    source: &'static str,
+    /// The scope that won, empty for `global`; null for `default`.
+    scope: Option<ScopeFields>,
+    /// Since when; null for `default`.
+    effective_at: Option<DateTime<Utc>>,
+}
+
+/// The catalog: every key with its type, bounds, default and meaning.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The catalog.", body = Catalog)))]
+pub(super) async fn catalog(_: ByAdmin) -> Json<Catalog> {
+    let entry = |key: &Key| KeyView {
+        key: key.name(),
+        value_type: match key.bounds() {
+            Bounds::Int { .. } => KeyType::Int,
+            Bounds::Enum { .. } => KeyType::String,
+            Bounds::Bool { .. } => KeyType::Bool,
+        },
+        bounds: bounds_of(*key),
+        default: key.default_value(),
+        meaning: key.meaning(),
+    };
+    Json(Catalog { items: Key::ALL.iter().map(entry).collect() })
+}
+
+/// What is set: values in force and values that lie ahead, in the order in which they were written.
+///
+/// What a value replaced stands in the audit log.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, PolicyValueFilter),
+    responses((status = 200, description = "A page of values.", body = Items<ValueView>)),
+)]
+pub(super) async fn list(
+    _: ByAdmin,
+    State(services): State<Services>,
+    listing: Listing<PolicyValueFilter>,
+) -> Result<Json<Items<ValueView>>, ApiError> {
+    let page = listing.page("admin/policy-values", "", Order::OldestFirst)?;
+    let PolicyValueFilter { key, scope, user_id, project_id, org_id, plan } = listing.filter;
+    let key = key.as_ref().map(known).transpose()?;
+    let one = match one_scope(ScopeFields { user_id, project_id, org_id, plan }, "query")? {
+        Scope::Global => None,
+        scope => Some(id_of(&scope)),
+    };
+    let filter = PolicyFilter {
+        key: key.map(|key| key.name().to_owned()),
+        scope: one,
+        scope_kind: scope.map(|kind| kind.name().to_owned()),
+    };
+    let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
+    let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
+    let found = services.reads.policy_values(&filter, services.world.now(), after, rows).await?;
+    let place = |row: &PolicyRow| Position { created_at: row.written.written_at, id: row.written.id.0 };
+    Ok(Json(page.answer(found.items, place, |row| view(row.scope, row.written))))
+}
+
+/// Sets a value for a scope, at once or from an instant on.
+///
+/// Every process sees it within a second; while the message bus is down, within a minute.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewPolicyValue,
+    responses((status = 201, description = "The value as it was written.", body = ValueView)),
+)]
+pub(super) async fn write(
+    ByAdmin(asking): ByAdmin,
+    body::Json(new): body::Json<NewPolicyValue>,
+) -> Result<impl IntoResponse, ApiError> {
+    let key = known(&new.key)?;
+    let scope = one_scope(new.scope.clone().unwrap_or_default(), "scope")?;
+    let value = new.value.read().ok_or_else(|| not_admitted(key, "`value`"))?;
+    let expected = match &new.old_value {
+        None => Expected::Anything,
+        Some(None) => Expected::Nothing,
+        Some(Some(given)) => Expected::This(given.read().ok_or_else(|| {
+            ApiError::invalid_request("`old_value` must be a whole number, a text, true, false or null.")
+                .detail("field", "old_value")
+        })?),
+    };
+    let id = id_of(&scope).0;
+    let reason = new.reason.to_string();
+    let command = NewValue { scope, key, value, effective_at: new.effective_at, reason, expected };
+    let answered = asking.ask::<ScopeValues>(id, Command::Write(Box::new(command)), &new).await?;
+    match &answered.reply {
+        Reply::Written { scope, written } => {
+            Ok((StatusCode::CREATED, replayed(&answered), Json(view(scope.clone(), Written::clone(written)))))
+        }
+        Reply::Done => Err(ApiError::internal("the policy machine replied done to a write")),
+    }
+}
+
+/// What holds for a caller of these scopes, and which scope won.
+///
+/// The most specific one does: user, project, organisation, plan, everybody.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(ResolveQuery),
+    responses((status = 200, description = "The value that holds.", body = ResolvedView)),
+)]
+pub(super) async fn resolve(
+    _: ByAdmin,
+    State(services): State<Services>,
+    Query(query): Query<ResolveQuery>,
+) -> Result<Json<ResolvedView>, ApiError> {
+    let key = known(&query.key)?;
+    let text = |id: Option<ClaimId>| id.map(|id| id.to_string());
+    let scopes = Scopes {
+        user_id: text(query.user_id),
+        project_id: text(query.project_id),
+        org_id: text(query.org_id),
+        plan: text(query.plan),
+    };
+    let Resolved { value, by } = services.world.policy().look_up(key, &scopes, services.world.now());
+    let source = by.as_ref().map_or("default", |(scope, _)| scope.kind());
+    let effective_at = by.as_ref().map(|(_, since)| *since);
+    Ok(Json(ResolvedView { key: key.name(), value, source, scope: by.map(|(scope, _)| scope.into()), effective_at }))
+}
+
+fn known(name: &PolicyKey) -> Result<Key, ApiError> {
+    Key::parse(name).ok_or_else(|| {
+        ApiError::invalid_request("`key` is no policy key; GET /api/v1/admin/policies lists those there are.")
+            .detail("field", "key")
+    })
+}
+
+/// The entity that keeps the values of a scope.
+fn id_of(scope: &Scope) -> PolicyId {
+    PolicyId(id_of_name(Kind::Policy, &scope.to_string()))
+}
+
+fn one_scope(fields: ScopeFields, field: &str) -> Result<Scope, ApiError> {
+    let text = |id: ClaimId| id.to_string();
+    let named = [
+        fields.user_id.map(text).map(Scope::UserId),
+        fields.project_id.map(text).map(Scope::ProjectId),
+        fields.org_id.map(text).map(Scope::OrgId),
+        fields.plan.map(text).map(Scope::Plan),
+    ];
+    let mut named = named.into_iter().flatten();
+    let scope = named.next().unwrap_or(Scope::Global);
+    match named.next() {
+        None => Ok(scope),
+        Some(_) => Err(ApiError::invalid_request(
+            "A value has one scope: give one of `user_id`, `project_id`, `org_id` and `plan`, or none for everybody.",
+        )
+        .detail("field", field)),
+    }
+}
+
+impl ScopeKind {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Global => "global",
+            Self::UserId => "user_id",
+            Self::ProjectId => "project_id",
+            Self::OrgId => "org_id",
+            Self::Plan => "plan",
+        }
+    }
+}
+
+impl From<Scope> for ScopeFields {
+    fn from(scope: Scope) -> Self {
+        let mut fields = Self::default();
+        match scope {
+            Scope::UserId(id) => fields.user_id = Some(ClaimId::kept(id)),
+            Scope::ProjectId(id) => fields.project_id = Some(ClaimId::kept(id)),
+            Scope::OrgId(id) => fields.org_id = Some(ClaimId::kept(id)),
+            Scope::Plan(id) => fields.plan = Some(ClaimId::kept(id)),
+            Scope::Global => {}
+        }
+        fields
+    }
+}
+
+impl Given {
+    /// `None` for what no key takes: 1.0 and 1e3 too, which are no whole numbers as they are written.
+    fn read(&self) -> Option<Value> {
+        match &self.0 {
+            serde_json::Value::Bool(value) => Some(Value::Bool(*value)),
+            serde_json::Value::Number(number) => number.as_i64().map(Value::Int),
+            serde_json::Value::String(text) if text.len() <= MAX_TEXT => Some(Value::Text(text.clone())),
+            serde_json::Value::String(_)
+            | serde_json::Value::Null
+            | serde_json::Value::Array(_)
+            | serde_json::Value::Object(_) => None,
+        }
+    }
+}
+
+impl PartialSchema for Given {
+    fn schema() -> RefOr<Schema> {
+        let one = |of: Type| ObjectBuilder::new().schema_type(SchemaType::new(of));
+        let of = OneOfBuilder::new()
+            .item(one(Type::Integer))
+            .item(one(Type::Boolean))
+            .item(one(Type::String).max_length(Some(MAX_TEXT)))
+            .description(Some("A whole number, a text, true or false, by the type of its key."))
+            .build();
+        RefOr::T(Schema::OneOf(of))
+    }
+}
+
+impl ToSchema for Given {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "PolicyValueOfKey".into()
+    }
+}
+
+/// Tells a field that is null from one that is left out.
+fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Given>>, D::Error> {
+    Option::<Given>::deserialize(deserializer).map(Some)
+}
+
+fn view(scope: Scope, written: Written) -> ValueView {
+    ValueView {
+        id: written.id.0,
+        key: written.key,
+        scope: scope.into(),
+        value: written.value,
+        effective_at: written.effective_at,
+        reason: written.reason,
+        old_value: written.old_value,
+        written_by: written.written_by,
+        written_at: written.written_at,
+    }
+}

@@ -1,0 +1,222 @@
+//! Policy values: written within their bounds, for one scope, by one of several at a time, and resolved for whom they are.
+
+use super::world::{Answer, World};
+use domain::policy::Key;
+use serde_json::{Value, json};
+
+const VALUES: &str = "/api/v1/admin/policy-values";
+const QUOTA: &str = "allocation.max_concurrent_per_user";
+
+impl World {
+    async fn write(&self, change: &[(&str, Value)]) -> Answer {
+        let mut body = json!({ "key": QUOTA, "value": 7, "reason": "a test" });
+        for (field, value) in change {
+            body[*field] = value.clone();
+        }
+        self.post(VALUES).admin().json(&body).send().await
+    }
+
+    /// The value and its source, as soon as it is this.
+    async fn resolves(&self, query: &str, value: &Value, source: &str) -> Value {
+        let path = format!("{VALUES}/resolve?key={QUOTA}{query}");
+        for _ in 0..100 {
+            let resolved = self.get(&path).admin().send().await.is(200).clone();
+            if resolved["value"] == *value && resolved["source"] == source {
+                return resolved;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+        panic!("{path} does not become {value} by {source}");
+    }
+}
+
+#[tokio::test]
+async fn the_catalog_names_every_key_with_its_type_bounds_default_and_meaning() {
+    let world = World::new().await;
+    let catalog = world.get("/api/v1/admin/policies").admin().send().await.is(200)["items"].clone();
+    assert_eq!(catalog.as_array().unwrap().len(), Key::ALL.len());
+    let entry = |key: &str| catalog.as_array().unwrap().iter().find(|entry| entry["key"] == key).unwrap().clone();
+    let window = entry("billing.window_seconds");
+    assert_eq!((&window["type"], &window["default"]), (&json!("int"), &json!(60)));
+    assert_eq!(window["bounds"], json!({ "min": 1, "max": 3600 }));
+    assert_eq!(entry("terminal.recording_mode")["bounds"], json!({ "enum": ["best-effort", "strict"] }));
+    assert_eq!(entry("maas.enabled")["type"], "bool");
+    assert!(catalog.as_array().unwrap().iter().all(|entry| entry["meaning"].as_str().unwrap().len() > 5));
+}
+
+#[tokio::test]
+async fn the_most_specific_scope_wins_and_the_answer_says_so() {
+    let world = World::new().await;
+    world.resolves("", &json!(50), "default").await;
+    let scopes = ["plan", "org_id", "project_id", "user_id"];
+    assert_eq!(world.write(&[("scope", json!({}))]).await.is(201)["scope"], json!({}));
+    for (n, scope) in scopes.into_iter().enumerate() {
+        let written = world.write(&[("scope", json!({ scope: ">" })), ("value", json!(10 + n))]).await;
+        assert_eq!(written.is(201)["scope"], json!({ scope: ">" }));
+    }
+    let mut query = String::new();
+    world.resolves(&query, &json!(7), "global").await;
+    for (n, scope) in scopes.into_iter().enumerate() {
+        query.push_str(&format!("&{scope}=%3E"));
+        let resolved = world.resolves(&query, &json!(10 + n), scope).await;
+        assert_eq!(resolved["scope"], json!({ scope: ">" }));
+        assert!(resolved["effective_at"].is_string());
+    }
+    world.resolves("&user_id=ann", &json!(7), "global").await;
+}
+
+#[tokio::test]
+async fn what_is_written_is_listed_and_audited_with_old_and_new_value_and_reason() {
+    let world = World::new().await;
+    let first = world.write(&[("old_value", Value::Null)]).await;
+    assert_eq!(first.is(201)["old_value"], Value::Null);
+    let second = world.write(&[("value", json!(8)), ("old_value", json!(7)), ("reason", json!("more"))]).await;
+    assert_eq!((&second.is(201)["old_value"], &second.body["written_by"]), (&json!(7), &json!("user:root")));
+    let ann = json!({ "user_id": "ann" });
+    let ahead = world.write(&[("scope", ann.clone()), ("effective_at", json!("2035-01-01T00:00:00Z"))]).await;
+    ahead.is(201);
+    let list = async |query: &str| {
+        let listed = world.get(&format!("{VALUES}?{query}")).admin().send().await;
+        let ids = listed.is(200)["items"].as_array().unwrap().iter().map(|item| item["id"].clone()).collect::<Vec<_>>();
+        (ids, listed.body["next_page"].clone())
+    };
+    let (second_id, ahead_id) = (second.body["id"].clone(), ahead.body["id"].clone());
+    assert_eq!(list("").await.0, [second_id.clone(), ahead_id.clone()], "what was superseded is gone");
+    assert_eq!(list("scope=global").await.0, std::slice::from_ref(&second_id));
+    assert_eq!(list("user_id=ann").await.0, std::slice::from_ref(&ahead_id));
+    assert!(list("key=billing.window_seconds").await.0.is_empty());
+    let (page, next) = list("limit=1").await;
+    assert_eq!(page, [second_id]);
+    assert_eq!(list(&format!("limit=1&page_token={}", next.as_str().unwrap())).await.0, [ahead_id]);
+
+    let rows = world.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let row = rows.iter().find(|row| row.metadata["reason"] == "more").unwrap();
+    assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.write", "user:root"));
+    assert_eq!(row.metadata["policy_key"], QUOTA);
+    assert_eq!((&row.metadata["old_value"], &row.metadata["new_value"]), (&json!(7), &json!(8)));
+}
+
+#[tokio::test]
+async fn of_twenty_writers_with_the_same_old_value_exactly_one_wins() {
+    let world = World::new().await;
+    world.write(&[]).await.is(201);
+    let values: Vec<Value> = (100..120).map(|value| json!(value)).collect();
+    let changes: Vec<_> = values.iter().map(|value| [("value", value.clone()), ("old_value", json!(7))]).collect();
+    let answers = futures::future::join_all(changes.iter().map(|change| world.write(change))).await;
+    let won: Vec<&Answer> = answers.iter().filter(|answer| answer.status == 201).collect();
+    assert_eq!(won.len(), 1);
+    for lost in answers.iter().filter(|answer| answer.status != 201) {
+        assert_eq!(lost.refused(409, "state_conflict")["current_value"], won[0].body["value"]);
+    }
+}
+
+#[tokio::test]
+async fn a_repeated_write_is_one() {
+    let world = World::new().await;
+    let body = json!({ "key": QUOTA, "value": 9, "reason": "a test", "old_value": null });
+    let send = async |body: &Value| world.post(VALUES).admin().key("k-1").json(body).send().await;
+    let first = send(&body).await;
+    first.is(201);
+    let again = send(&body).await;
+    assert!(again.is_replayed());
+    assert_eq!(again.is(201), &first.body);
+    send(&json!({ "key": QUOTA, "value": 10, "reason": "a test" })).await.refused(422, "idempotency_key_reused");
+}
+
+#[tokio::test]
+async fn what_a_key_does_not_take_is_refused_with_its_bounds_and_default() {
+    let world = World::new().await;
+    let long = "x".repeat(10_000);
+    for value in [
+        json!(-1),
+        json!(10_001),
+        json!(i64::MAX),
+        json!(i64::MIN),
+        json!(u64::MAX),
+        json!(true),
+        json!("7"),
+        json!(long),
+        json!(null),
+        json!([7]),
+        json!({ "value": 7 }),
+        json!(7.5),
+    ] {
+        let details = world.write(&[("value", value)]).await.refused(400, "policy_out_of_bounds").clone();
+        assert_eq!((&details["key"], &details["default"]), (&json!(QUOTA), &json!(50)));
+        assert_eq!(details["bounds"], json!({ "min": 0, "max": 10_000 }));
+    }
+    for written in ["1.0", "1e3", "1E0", "123456789012345678901234567890", "-0.0"] {
+        let body = format!(r#"{{"key":"{QUOTA}","value":{written},"reason":"r"}}"#);
+        world.post(VALUES).admin().text(body).send().await.refused(400, "policy_out_of_bounds");
+    }
+    for (key, value) in [
+        ("maas.enabled", json!(1)),
+        ("maas.enabled", json!("true")),
+        ("terminal.recording_mode", json!("STRICT")),
+        ("terminal.recording_mode", json!(0)),
+        ("billing.minimum_deposit_minor", json!(49)),
+        ("billing.minimum_deposit_minor", json!(100_001)),
+        ("billing.maximum_deposit_minor", json!(999)),
+    ] {
+        world.write(&[("key", json!(key)), ("value", value)]).await.refused(400, "policy_out_of_bounds");
+    }
+    for (key, value) in [
+        (QUOTA, json!(0)),
+        (QUOTA, json!(10_000)),
+        ("maas.enabled", json!(true)),
+        ("billing.minimum_deposit_minor", json!(100_000)),
+        ("terminal.recording_mode", json!("strict")),
+    ] {
+        world.write(&[("key", json!(key)), ("value", value)]).await.is(201);
+    }
+}
+
+#[tokio::test]
+async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
+    let world = World::new().await;
+    let long = "x".repeat(10_000);
+    let two = json!({ "user_id": "ann", "org_id": "acme" });
+    let soon = (chrono::Utc::now() - chrono::TimeDelta::seconds(90)).to_rfc3339();
+    let mut refusals = Vec::new();
+    for (field, value) in [
+        ("key", json!("of.nobody")),
+        ("key", json!("KEY")),
+        ("key", json!("a\u{0}b.c")),
+        ("key", json!(long)),
+        ("scope", two),
+        ("scope", json!({ "team": "a" })),
+        ("scope", json!({ "user_id": "" })),
+        ("scope", json!({ "user_id": long })),
+        ("scope", json!({ "user_id": "a\u{0}b" })),
+        ("scope", json!({ "user_id": 7 })),
+        ("scope", json!("global")),
+        ("effective_at", json!("tomorrow")),
+        ("effective_at", json!(1_800_000_000)),
+        ("effective_at", json!(soon)),
+        ("effective_at", json!("9999-12-31T23:59:59Z")),
+        ("effective_at", json!("2026-02-30T00:00:00Z")),
+        ("reason", json!("")),
+        ("old_value", json!(1.5)),
+        ("old_value", json!({})),
+        ("other", json!(1)),
+    ] {
+        let answer = world.write(&[(field, value)]).await;
+        answer.refused(400, "invalid_request");
+        refusals.push(answer.line().split(" (it is 20").next().unwrap().split(" at 20").next().unwrap().to_owned());
+    }
+    for query in ["", "key=of.nobody", "key=billing.window_seconds&user_id=", "key=billing.window_seconds&team=a"] {
+        let answer = world.get(&format!("{VALUES}/resolve?{query}")).admin().send().await;
+        answer.refused(400, "invalid_request");
+        refusals.push(answer.line());
+    }
+    for query in ["key=of.nobody", "scope=team", "user_id=a&org_id=b", "user_id=%00"] {
+        let answer = world.get(&format!("{VALUES}?{query}")).admin().send().await;
+        answer.refused(400, "invalid_request");
+        refusals.push(answer.line());
+    }
+    insta::assert_snapshot!(refusals.join("\n"));
+    assert!(
+        world.get(VALUES).admin().send().await.is(200)["items"].as_array().unwrap().is_empty(),
+        "nothing was written"
+    );
+}

@@ -1,0 +1,136 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Output};
+use uuid::Uuid;
+
+/// Values that a shell, a file format or a terminal could take for more than text.
+const HOSTILE: [&str; 8] = [
+    "$(touch HIT)",
+    "`touch HIT`",
+    "'; touch HIT; '",
+    "\"; touch HIT; \"",
+    "-rf\ntouch HIT\r\nHIT=1",
+    "\\' touch HIT #",
+    "--\u{2028}touch HIT\u{2028}",
+    "%s%n ${HIT:=1} ~ *",
+];
+
+fn bundle(folder: &Path, api_url: &str, ca_pem: &str) -> BootstrapBundle {
+    let at = |name: &str| folder.join("state").join(name).to_str().unwrap().to_owned();
+    BootstrapBundle {
+        node_id: Uuid::from_u128(5),
+        enrollment_token: Token::new("gpuenr_x"),
+        api_url: api_url.to_owned(),
+        task_signing_pubkeys: api_url.to_owned(),
+        ca_bundle_path: at("ca.pem"),
+        node_cert_ca_bundle_path: at("node-ca.pem"),
+        cert_path: at("node.pem"),
+        key_path: at("node.key"),
+        ca_bundle_pem: ca_pem.to_owned(),
+        ca_bundle_fingerprint: fingerprint(ca_pem),
+        package: None,
+    }
+}
+
+/// A machine with a systemctl that writes down what it is asked, and where the test's user is root.
+fn run(folder: &Path, script: &str) -> Output {
+    let programs = folder.join("bin");
+    fs::create_dir_all(&programs).unwrap();
+    let asked = folder.join("asked");
+    for (name, body) in [("systemctl", format!("echo \"$@\" >>'{}'", asked.display())), ("id", "echo 0".to_owned())] {
+        let path = programs.join(name);
+        fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap());
+    Command::new("sh").args(["-c", script]).env("PATH", path).current_dir(folder).output().unwrap()
+}
+
+/// Every file under a folder by its name, with its mode and content.
+fn files(folder: &Path) -> BTreeMap<String, (u32, String)> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else {
+            let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+            found.insert(path.display().to_string(), (mode, fs::read_to_string(&path).unwrap()));
+        }
+    }
+    found
+}
+
+#[test]
+fn the_script_sets_a_machine_up_and_can_be_run_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    let env_file = folder.path().join("etc/agent.env");
+    let script = script(&bundle, env_file.to_str().unwrap(), "agent.service").unwrap();
+    fs::create_dir(folder.path().join("state")).unwrap();
+    fs::write(&bundle.cert_path, "old").unwrap();
+    let mut seen = Vec::new();
+    for _ in 0..2 {
+        let ran = run(folder.path(), &script);
+        assert!(ran.status.success(), "{ran:?}");
+        fs::write(&bundle.key_path, "of the last run").unwrap();
+        seen.push(files(folder.path()).into_iter().filter(|(name, _)| !name.ends_with("asked")).collect::<Vec<_>>());
+    }
+    assert_eq!(seen[0], seen[1]);
+    assert_eq!(files(&folder.path().join("etc"))[env_file.to_str().unwrap()], (0o600, bundle.to_env_file().unwrap()));
+    assert_eq!(files(folder.path())[&bundle.ca_bundle_path], (0o644, "PEM\n".to_owned()));
+    assert!(!Path::new(&bundle.cert_path).exists());
+    assert!(fs::read_to_string(folder.path().join("asked")).unwrap().contains("restart -- agent.service"));
+}
+
+#[test]
+fn a_ca_bundle_that_is_not_the_issued_one_stops_the_script_before_it_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    bundle.ca_bundle_pem = "another".to_owned();
+    let env_file = folder.path().join("etc/agent.env");
+    let ran = run(folder.path(), &script(&bundle, env_file.to_str().unwrap(), "u").unwrap());
+    assert!(!ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains("fingerprint"));
+    assert!(!env_file.exists() && !Path::new(&bundle.ca_bundle_path).exists());
+}
+
+#[test]
+fn no_value_is_ever_code_in_the_script_or_the_command() {
+    for hostile in HOSTILE {
+        let folder = tempfile::tempdir().unwrap();
+        // A folder of that name, as far as a name can be it.
+        let place = folder.path().join(hostile.replace('/', "_"));
+        let bundle = bundle(&place, hostile, hostile);
+        let env_file = place.join("etc/agent.env").to_str().unwrap().to_owned();
+        let ran = run(folder.path(), &script(&bundle, &env_file, hostile).unwrap());
+        assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
+        assert_eq!(fs::read_to_string(&env_file).unwrap(), bundle.to_env_file().unwrap());
+        let read = BootstrapBundle::from_env_file(&fs::read_to_string(&env_file).unwrap()).unwrap();
+        assert_eq!((read.api_url.as_str(), read.ca_bundle_pem.as_str()), (hostile, hostile));
+
+        fs::write(&bundle.key_path, "old").unwrap();
+        let renewed = BootstrapBundle { enrollment_token: Token::new("gpuenr_y"), ..bundle.clone() };
+        let ran = run(folder.path(), &command(&renewed, &env_file, hostile).unwrap());
+        assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
+        let read = BootstrapBundle::from_env_file(&fs::read_to_string(&env_file).unwrap()).unwrap();
+        assert_eq!(read.enrollment_token.expose(), "gpuenr_y");
+        assert_eq!(read.api_url, hostile);
+        assert!(!Path::new(&bundle.key_path).exists());
+        let hit = files(folder.path()).into_keys().find(|name| name.ends_with("/HIT"));
+        assert_eq!(hit, None, "{hostile:?}");
+    }
+}
+
+#[test]
+fn a_nul_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(bootstrap_script(&bundle(folder.path(), "a\0b", "x")).is_err());
+    let mut with_nul = bundle(folder.path(), "a", "x");
+    with_nul.cert_path = "a\0b".to_owned();
+    assert!(restart_command(&with_nul).is_err());
+}

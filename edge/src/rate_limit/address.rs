@@ -1,0 +1,86 @@
+//! A limit per address, for those who are nobody yet: each process has its own.
+
+use super::limited;
+use crate::buckets::network_of;
+use crate::error::ApiError;
+use crate::tls::Peer;
+use actors::cells::Cells;
+use axum::extract::ConnectInfo;
+use axum::http::Extensions;
+use domain::Timestamp;
+use domain::policy::{Key, PolicyBook, Scopes};
+use domain::rate_limit::Verdict;
+use std::net::IpAddr;
+use std::time::Instant;
+use uuid::Uuid;
+
+/// Addresses that are remembered, about 5 MB; the others share one quota.
+const ADDRESSES: usize = 65_536;
+
+/// What each address has used up.
+#[derive(Debug)]
+pub struct AddressLimit(Cells);
+
+impl Default for AddressLimit {
+    fn default() -> Self {
+        Self(Cells::remembering(ADDRESSES))
+    }
+}
+
+impl AddressLimit {
+    /// Lets one request in, of the connection that the extensions tell of.
+    ///
+    /// # Errors
+    /// `rate_limited` where its address has had as many as policy `key` says.
+    pub fn admit(
+        &self,
+        connection: &Extensions,
+        key: Key,
+        policy: &PolicyBook,
+        now: Timestamp,
+    ) -> Result<(), ApiError> {
+        // Without a connection there is nobody to limit: a router that is called in the same process.
+        let Some(ConnectInfo(peer)) = connection.get::<ConnectInfo<Peer>>() else { return Ok(()) };
+        let limit = u32::try_from(policy.int(key, &Scopes::global(), now)).unwrap_or(1);
+        let Verdict { admitted, retry_after, .. } = self.take(peer.address.ip(), limit, Instant::now());
+        if admitted {
+            return Ok(());
+        }
+        let message =
+            format!("Too many requests from this address, {limit} a minute are the most; go on after Retry-After.");
+        Err(limited(message, key, limit, retry_after))
+    }
+
+    fn take(&self, address: IpAddr, limit: u32, now: Instant) -> Verdict {
+        self.0.take_or_share(cell_of(address), limit, now)
+    }
+}
+
+/// A cell for each network.
+fn cell_of(address: IpAddr) -> Uuid {
+    Uuid::from_u128(match network_of(address) {
+        IpAddr::V4(address) => address.to_ipv6_mapped().to_bits(),
+        IpAddr::V6(address) => address.to_bits(),
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn an_address_has_its_burst_then_its_rate_and_hinders_no_other() {
+        let (limit, now) = (AddressLimit::default(), Instant::now());
+        let admitted = |text: &str, now| (0..500).filter(|_| limit.take(address(text), 120, now).admitted).count();
+        assert_eq!(admitted("192.0.2.1", now), 120);
+        assert_eq!(admitted("192.0.2.2", now), 120);
+        assert_eq!(admitted("192.0.2.1", now + Duration::from_millis(500)), 1);
+        assert_eq!(admitted("192.0.2.1", now + Duration::from_secs(61)), 120);
+    }
+}

@@ -1,0 +1,294 @@
+//! What nobody honest sends, at the real listener: it costs the sender its connection at most, and nobody else anything.
+
+use super::*;
+use crate::body::Json;
+use crate::limits::{Concurrency, RequestTimeout, bounded};
+use axum::routing::post;
+use serde::Deserialize;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    name: String,
+}
+
+/// A listener with one route that reads a body, and short times.
+async fn listener() -> World {
+    let routes = Router::new()
+        .route("/open", get(|| async { "open" }))
+        .route("/read", post(|Json(Named { name }): Json<Named>| async move { name }));
+    let routes = bounded(routes, RequestTimeout(Duration::from_millis(500)), Concurrency::at_most(64));
+    let limits = ListenerLimits { header_read_timeout: Duration::from_millis(500), ..ListenerLimits::default() };
+    World::serving(limits, None, finished(routes, Service { name: "api", tells_route: false })).await
+}
+
+impl World {
+    /// Everything that comes back to these bytes over HTTP/1.1 until the connection ends or has been silent for a while.
+    async fn answer_to(&self, bytes: &[u8]) -> String {
+        let mut stream = self.connect(&self.client(None, H1)).await.unwrap();
+        // It may be closed while we still send.
+        let _ = stream.write_all(bytes).await;
+        let (mut heard, mut part) = (Vec::new(), [0; 4096]);
+        while let Ok(Ok(read @ 1..)) = timeout(Duration::from_secs(2), stream.read(&mut part)).await {
+            heard.extend_from_slice(&part[..read]);
+        }
+        String::from_utf8_lossy(&heard).into_owned()
+    }
+
+    async fn expect_served(&self) {
+        let mut stream = self.connect(&self.client(None, H1)).await.unwrap();
+        assert_eq!(ask(&mut stream, "/open").await.unwrap(), (200, "open".into()));
+    }
+}
+
+fn status(answer: &str) -> u16 {
+    answer.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or(0)
+}
+
+fn answers(heard: &str) -> usize {
+    heard.matches("HTTP/1.1 ").count()
+}
+
+fn posted(headers: &str, body: &[u8]) -> Vec<u8> {
+    let mut bytes = format!(
+        "POST /read HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n{headers}\r\n",
+        body.len()
+    )
+    .into_bytes();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+#[tokio::test]
+async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
+    let world = listener().await;
+    let json = "content-type: application/json\r\n";
+    let gzip = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 0xab, 0x56, 0xca, 0x4b, 0xcc];
+    for (expected, code, request) in [
+        (200, "named", posted(json, br#"{"name":"named"}"#)),
+        (200, "named", posted("content-type: application/json; charset=UTF-8\r\n", br#"{"name":"named"}"#)),
+        (415, "unsupported_media_type", posted(&format!("{json}content-encoding: gzip\r\n"), &gzip)),
+        (415, "unsupported_media_type", posted(&format!("{json}content-encoding: identity, br\r\n"), b"{}")),
+        (415, "unsupported_media_type", posted("content-type: application/json; charset=utf-16\r\n", b"{}")),
+        (415, "unsupported_media_type", posted("content-type: text/plain\r\n", b"{}")),
+        (400, "invalid_request", posted(json, &gzip)),
+        (400, "invalid_request", posted(json, b"\xef\xbb\xbf{\"name\":\"after a byte order mark\"}")),
+        (400, "invalid_request", posted(json, b"\xff\xfe{\0}\0")),
+        (400, "invalid_request", posted(json, br#"{"name":"one","name":"two"}"#)),
+    ] {
+        let answer = world.answer_to(&request).await;
+        assert_eq!(status(&answer), expected, "{answer}");
+        assert!(answer.contains(code), "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn strange_methods_and_targets_get_the_envelope() {
+    let world = listener().await;
+    for (line, expected) in [
+        ("HEAD /open", 200),
+        ("GET http://elsewhere.example/open", 200),
+        ("OPTIONS /open", 405),
+        ("BREW /open", 405),
+        ("TRACE /open", 405),
+        ("PROPFIND /open", 405),
+        ("OPTIONS *", 404),
+        ("GET //open", 404),
+        ("GET /open/../open", 404),
+        ("GET /%2e%2e/open", 404),
+        ("GET /open%00", 404),
+        ("GET /%", 404),
+        ("GET http://elsewhere.example/", 404),
+    ] {
+        let request = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+        let answer = world.answer_to(request.as_bytes()).await;
+        assert_eq!((status(&answer), answers(&answer)), (expected, 1), "{line}: {answer}");
+        if expected >= 400 {
+            assert!(answer.contains("\"correlation_id\""), "{line}: {answer}");
+        }
+        if expected == 405 {
+            assert!(answer.to_lowercase().contains("\r\nallow: get,head\r\n"), "{line}: {answer}");
+        }
+    }
+    let head = world.answer_to(b"HEAD /open HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
+    assert!(head.ends_with("\r\n\r\n"), "a HEAD has no body: {head}");
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn what_two_servers_could_read_differently_is_not_read() {
+    let world = listener().await;
+    let smuggled = "GET /open HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    for headers in [
+        "content-length: 3\r\ncontent-length: 4\r\n",
+        "content-length: +3\r\n",
+        "content-length: 0x3\r\n",
+        "content-length: 3, 4\r\n",
+        "transfer-encoding: chunked, identity\r\n",
+        "transfer-encoding: xchunked\r\n",
+        "transfer-encoding : chunked\r\n",
+        "x: a\r\n folded: b\r\n",
+        "x\0y: a\r\n",
+    ] {
+        let request = format!(
+            "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}\r\n{smuggled}"
+        );
+        let answer = world.answer_to(request.as_bytes()).await;
+        assert!(answers(&answer) <= 1 && matches!(status(&answer), 0 | 400), "{headers}: {answer}");
+    }
+    // With both lengths the chunks count (RFC 9112, section 6.3): what lies behind them is another request or none, and never the
+    // tail of this one.
+    let both = "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\
+                transfer-encoding: chunked\r\n\r\n10\r\n{\"name\":\"first\"}\r\n0\r\n\r\n";
+    let answer = world.answer_to(both.as_bytes()).await;
+    assert!(matches!(status(&answer), 200 | 400), "{answer}");
+    assert_eq!(status(&answer) == 200, answer.ends_with("first"), "{answer}");
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn a_target_that_never_ends_is_refused() {
+    let world = listener().await;
+    for target in ["/".repeat(70_000), format!("/open?{}", "x=1&".repeat(20_000))] {
+        let answer = world.answer_to(format!("GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
+        assert!(matches!(status(&answer), 414 | 431), "{answer}");
+    }
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn a_body_that_drips_is_answered_when_its_time_is_over() {
+    let world = listener().await;
+    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+    let head =
+        "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let begin = Instant::now();
+    let (mut reading, mut writing) = tokio::io::split(stream);
+    let dripping = tokio::spawn(async move {
+        while writing.write_all(b" ").await.is_ok() {
+            let _ = writing.flush().await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    });
+    let (status, body) = timeout(Duration::from_secs(5), answer(&mut reading)).await.unwrap().unwrap();
+    assert_eq!(status, 503);
+    assert!(body.contains("service_unavailable") && begin.elapsed() < Duration::from_secs(3), "{body}");
+    dripping.abort();
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn half_a_client_hello_keeps_no_place() {
+    let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
+    let world = World::with(limits).await;
+    let mut half = Vec::new();
+    for _ in 0..64 {
+        let mut stream = TcpStream::connect(world.address).await.unwrap();
+        stream.write_all(&[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3]).await.unwrap();
+        half.push(stream);
+    }
+    for mut stream in half {
+        let mut rest = Vec::new();
+        let _ = timeout(Duration::from_secs(5), stream.read_to_end(&mut rest)).await.expect("it is given up");
+    }
+    world.expect_served().await;
+}
+
+/// An HTTP/2 frame (RFC 9113, section 4.1).
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut bytes = vec![length[1], length[2], length[3], kind, flags];
+    bytes.extend_from_slice(&stream.to_be_bytes());
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+const DATA_HEADERS: u8 = 1;
+const RESET: u8 = 3;
+const SETTINGS: u8 = 4;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+/// `GET https://localhost/`, in HPACK.
+const REQUEST: &[u8] = b"\x82\x84\x87\x41\x09localhost";
+
+impl World {
+    async fn connect_h2(&self) -> tokio_rustls::client::TlsStream<TcpStream> {
+        let mut stream = self.connect(&self.client(None, &[b"h2"])).await.unwrap();
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        stream.write_all(&frame(SETTINGS, 0, 0, &[])).await.unwrap();
+        stream
+    }
+}
+
+/// Sends what `next` makes until the other side closes; fails where that takes more than so many bytes.
+async fn flood(mut stream: tokio_rustls::client::TlsStream<TcpStream>, most: usize, mut next: impl FnMut() -> Vec<u8>) {
+    let flooding = async {
+        let mut sent = 0;
+        let mut heard = [0; 4096];
+        loop {
+            let bytes = next();
+            if stream.write_all(&bytes).await.is_err() || stream.flush().await.is_err() {
+                return;
+            }
+            sent += bytes.len();
+            assert!(sent <= most, "{sent} bytes were taken");
+            // What it says is read, so that it has no reason to wait for us.
+            while let Ok(read) = timeout(Duration::from_micros(50), stream.read(&mut heard)).await {
+                if !matches!(read, Ok(1..)) {
+                    return;
+                }
+            }
+        }
+    };
+    timeout(Duration::from_secs(20), flooding).await.expect("the connection is closed");
+}
+
+#[tokio::test]
+async fn streams_that_are_reset_as_fast_as_they_are_opened_end_the_connection() {
+    let world = listener().await;
+    let stream = world.connect_h2().await;
+    let mut id = 1;
+    flood(stream, 4 << 20, move || {
+        let mut burst = Vec::new();
+        for _ in 0..100 {
+            burst.extend(frame(DATA_HEADERS, END_HEADERS | END_STREAM, id, REQUEST));
+            burst.extend(frame(RESET, 0, id, &8_u32.to_be_bytes()));
+            id += 2;
+        }
+        burst
+    })
+    .await;
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn headers_that_never_end_end_the_connection() {
+    let world = listener().await;
+    let mut stream = world.connect_h2().await;
+    stream.write_all(&frame(DATA_HEADERS, END_STREAM, 1, REQUEST)).await.unwrap();
+    // A literal field that is not kept: x: xxxx…
+    let mut field = vec![0, 1, b'x', 0x7f, 0x81, 0x7f];
+    field.resize(6 + 127 + 16_257, b'x');
+    field.truncate(16_384);
+    flood(stream, 8 << 20, move || frame(CONTINUATION, 0, 1, &field)).await;
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn more_headers_than_may_be_are_refused_over_http_2_too() {
+    let world = listener().await;
+    let client = reqwest::Client::builder()
+        .tls_certs_only([reqwest::Certificate::from_der(&world.server_ca).unwrap()])
+        .resolve("localhost", world.address)
+        .build()
+        .unwrap();
+    let url = format!("https://localhost:{}/open", world.address.port());
+    let flooded = (0..200).fold(client.get(&url), |request, n| request.header(format!("x-{n}"), "y".repeat(1000)));
+    // Told so, or cut off where it does not stop.
+    let refused = flooded.send().await.map(|answer| answer.status().as_u16());
+    assert!(matches!(refused, Ok(431) | Err(_)), "{refused:?}");
+    assert_eq!(client.get(&url).send().await.unwrap().text().await.unwrap(), "open");
+}

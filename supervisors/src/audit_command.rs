@@ -1,0 +1,202 @@
+//! `gpuaas audit`: the audit log's chains verified, its heads shown, an old month dropped.
+
+use crate::cluster::bus::Bus;
+use crate::trust;
+use crate::workers::audit_seal::archived;
+use anyhow::{Context, bail};
+use chrono::{TimeDelta, Utc};
+use domain::Shard;
+use persistence::audit::{AuditKeys, Report, SignedHead, Verify, forget, verify};
+use persistence::envelope::KeyRing;
+use persistence::pool::{self, PoolConfig};
+use persistence::{Reads, Secrets};
+use secrecy::SecretString;
+use serde_json::json;
+use sqlx::PgPool;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// What `gpuaas audit` does, and where the database is.
+#[derive(Debug, clap::Args)]
+pub struct AuditArgs {
+    #[command(subcommand)]
+    what: What,
+    #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true, global = true)]
+    database_url: Option<SecretString>,
+    /// What the database's certificate is verified by.
+    #[arg(long, env = "SVC_DATABASE_CA_PATH", global = true)]
+    database_ca: Option<PathBuf>,
+    /// The key ring, by which the audit key is opened.
+    #[arg(long, env = "SVC_KEK_FILE", global = true)]
+    kek_file: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum What {
+    /// Recomputes every chain. Ends with 0 where nothing is wrong, with 1 where something is, with 2 where that is not known.
+    Verify(VerifyArgs),
+    /// Shows the newest signed head of every shard, one JSON a line: keep them where nobody who runs this can change them.
+    Heads,
+    /// Shows the public key by which heads are verified.
+    Key,
+    /// Drops a past month, after signing where each chain goes on.
+    Forget {
+        /// As 2026-03.
+        month: String,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct VerifyArgs {
+    /// This shard alone (0 to 255); may be given several times.
+    #[arg(long)]
+    shard: Vec<u8>,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+    /// Verify signatures by this public key in place of the key ring's; may be given several times.
+    #[arg(long)]
+    public_key: Vec<String>,
+    /// A file of heads that were kept elsewhere, as `gpuaas audit heads` writes them.
+    #[arg(long)]
+    heads: Option<PathBuf>,
+    /// A row may wait so long for its seal.
+    #[arg(long, default_value_t = 10)]
+    unsealed_after_seconds: u32,
+    /// Where the archive of heads is; without it the database is compared with --heads alone.
+    #[arg(long, env = "SVC_NATS_URL", hide_env_values = true)]
+    nats_url: Option<SecretString>,
+    #[arg(long, env = "SVC_NATS_CA_PATH")]
+    nats_ca: Option<PathBuf>,
+}
+
+/// Does it, and says how it went as an exit code.
+pub async fn run(args: AuditArgs) -> ExitCode {
+    match carry_out(args).await {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+async fn carry_out(args: AuditArgs) -> anyhow::Result<bool> {
+    let pool = database(&args)?;
+    let mut out = std::io::stdout().lock();
+    match &args.what {
+        What::Verify(how) => verified(&args, how, &pool, &mut out).await,
+        What::Heads => {
+            for head in Reads::new(pool).audit_heads().await? {
+                writeln!(out, "{}", serde_json::to_string(&head)?)?;
+            }
+            Ok(true)
+        }
+        What::Key => {
+            writeln!(out, "{}", trust::audit_key(&secrets(&args, &pool)?).await?.public_key())?;
+            Ok(true)
+        }
+        What::Forget { month } => {
+            let key = trust::audit_key(&secrets(&args, &pool)?).await?;
+            let gone = forget(&pool, &key, month, Utc::now()).await?;
+            writeln!(out, "{} is dropped; {} chains go on from a signed checkpoint", gone.month, gone.shards)?;
+            Ok(true)
+        }
+    }
+}
+
+fn database(args: &AuditArgs) -> anyhow::Result<PgPool> {
+    let url = args.database_url.clone().context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
+    let mut config = PoolConfig::new(url, args.database_ca.clone());
+    (config.application_name, config.connections) = ("gpuaas audit".to_owned(), 2);
+    Ok(pool::open(&config)?)
+}
+
+fn secrets(args: &AuditArgs, pool: &PgPool) -> anyhow::Result<Secrets> {
+    let file = args.kek_file.as_ref().context("SVC_KEK_FILE is not set; it must name the key ring")?;
+    let ring = KeyRing::load(file).context("SVC_KEK_FILE cannot be used")?;
+    Ok(Secrets::new(pool.clone(), Arc::new(ring)))
+}
+
+async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut impl Write) -> anyhow::Result<bool> {
+    let keys = if how.public_key.is_empty() {
+        AuditKeys::of(&trust::audit_key(&secrets(args, pool)?).await?)
+    } else {
+        AuditKeys::parse(how.public_key.iter().map(String::as_str))?
+    };
+    let mut heads = match &how.heads {
+        Some(file) => read_heads(file).await?,
+        None => Vec::new(),
+    };
+    let mut strange = 0;
+    if let Some(url) = &how.nats_url {
+        let bus = Bus::connect(url, how.nats_ca.as_deref(), "gpuaas-audit").await?;
+        let found = tokio::time::timeout(std::time::Duration::from_secs(30), archived(&bus)).await;
+        let (archived, none) = found.context("the archive of heads did not answer in time")??;
+        heads.extend(archived);
+        strange = none;
+    }
+    let shards = if how.shard.is_empty() { (0..=u8::MAX).collect() } else { how.shard.clone() };
+    let what = Verify {
+        shards: shards.into_iter().map(Shard).collect(),
+        keys,
+        heads,
+        unsealed_after: TimeDelta::seconds(i64::from(how.unsealed_after_seconds)),
+        now: Utc::now(),
+    };
+    let report = verify(pool, &what).await.map_err(|error| {
+        let source = error.source.to_string();
+        anyhow::Error::new(error).context(source)
+    })?;
+    tell(out, how.json, &report, what.heads.len(), strange)?;
+    Ok(report.findings.is_empty() && strange == 0)
+}
+
+fn tell(out: &mut impl Write, as_json: bool, report: &Report, compared: usize, strange: u64) -> std::io::Result<()> {
+    if as_json {
+        let ok = report.findings.is_empty() && strange == 0;
+        let answer = json!({
+            "ok": ok,
+            "findings": report.findings,
+            "verified_rows": report.verified,
+            "unsealed_rows": report.unsealed,
+            "verified_heads": report.heads,
+            "heads_kept_elsewhere": compared,
+            "messages_in_the_archive_that_are_no_heads": strange,
+        });
+        return writeln!(out, "{answer:#}");
+    }
+    for finding in &report.findings {
+        let place = match (finding.number, finding.epoch, finding.seq) {
+            (Some(number), Some(epoch), Some(seq)) => format!("row {number} (epoch {epoch}, seq {seq})"),
+            (Some(number), ..) => format!("row {number}"),
+            (None, Some(epoch), Some(seq)) => format!("the row at epoch {epoch}, seq {seq}"),
+            (None, ..) => "the chain".to_owned(),
+        };
+        let kind = serde_json::to_value(finding.kind).unwrap_or_default();
+        writeln!(out, "shard {}: {place}: {}: {}", finding.shard, kind.as_str().unwrap_or_default(), finding.says)?;
+    }
+    if strange > 0 {
+        writeln!(out, "the archive holds {strange} messages that are no heads")?;
+    }
+    let (verified, unsealed, heads) = (report.verified, report.unsealed, report.heads);
+    writeln!(
+        out,
+        "{verified} rows verified, {unsealed} wait for their seal, {heads} signed heads hold ({compared} kept elsewhere)"
+    )
+}
+
+async fn read_heads(file: &PathBuf) -> anyhow::Result<Vec<SignedHead>> {
+    let text = tokio::fs::read_to_string(file).await.with_context(|| format!("cannot read {}", file.display()))?;
+    let mut heads = Vec::new();
+    for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
+        match serde_json::from_str(line) {
+            Ok(head) => heads.push(head),
+            Err(error) => bail!("{}, line {number}: this is no signed head: {error}", file.display()),
+        }
+    }
+    Ok(heads)
+}

@@ -1,0 +1,83 @@
+//! A client that costs next to nothing: requests written by hand on one kept connection, answers read as far as it takes to find
+//! their end.
+
+use anyhow::{Context, bail, ensure};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use std::path::Path;
+use std::sync::Arc;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use uuid::Uuid;
+
+/// One connection.
+pub(crate) struct Caller {
+    stream: TlsStream<TcpStream>,
+    read: Vec<u8>,
+}
+
+/// A whole request.
+pub(crate) struct Request(String);
+
+impl Request {
+    pub(crate) fn get(path: &str, token: &str) -> Self {
+        Self(format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\n\r\n"))
+    }
+
+    /// Without a body, and with a key of its own.
+    pub(crate) fn post(path: &str, token: &str) -> Self {
+        let key = Uuid::new_v4();
+        Self(format!(
+            "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\nidempotency-key: {key}\r\n\
+             content-length: 0\r\n\r\n"
+        ))
+    }
+}
+
+impl Caller {
+    /// To `https://HOST:PORT`, whose certificate the authority in `ca` has signed.
+    pub(crate) async fn connect(base: &str, ca: &Path) -> anyhow::Result<Self> {
+        let address = base.strip_prefix("https://").context("the base is no https URL")?;
+        let (host, _) = address.rsplit_once(':').context("the base has no port")?;
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_slice_iter(&std::fs::read(ca)?) {
+            roots.add(certificate?)?;
+        }
+        let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        let name = ServerName::try_from(host.to_owned())?;
+        let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        Ok(Self { stream, read: Vec::with_capacity(16 * 1024) })
+    }
+
+    /// Sends it and reads the whole answer, which must be a success.
+    pub(crate) async fn ask(&mut self, Request(request): &Request) -> anyhow::Result<()> {
+        self.stream.write_all(request.as_bytes()).await?;
+        self.stream.flush().await?;
+        self.read.clear();
+        loop {
+            ensure!(self.stream.read_buf(&mut self.read).await? > 0, "the connection was closed");
+            let Some(head) = self.read.windows(4).position(|end| end == b"\r\n\r\n") else { continue };
+            let text = std::str::from_utf8(&self.read[..head])?.to_ascii_lowercase();
+            let length = text.lines().find_map(|line| line.strip_prefix("content-length: "));
+            let ended = match length {
+                Some(length) => self.read.len() >= head + 4 + length.parse::<usize>()?,
+                // In chunks (RFC 9112, section 7.1), the last of which is empty.
+                None if text.contains("transfer-encoding: chunked") => self.read.ends_with(b"\r\n0\r\n\r\n"),
+                None => true,
+            };
+            if !ended {
+                continue;
+            }
+            if !text.starts_with("http/1.1 2") {
+                let line = request.lines().next().unwrap_or_default();
+                bail!("{line}: {}", String::from_utf8_lossy(&self.read));
+            }
+            return Ok(());
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! The audit log of the running service: sealed within a second, verified from outside, and filtered over the API.
+
+use nix::sys::signal::Signal;
+use reqwest::Method;
+use secrecy::ExposeSecret as _;
+use serde_json::{Value, json};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+use tests::world::{World, id_of, sku_body};
+
+/// What `gpuaas audit …` says, and its exit code.
+async fn gpuaas_audit(world: &World, args: &[&str], variables: &[(&str, String)]) -> (i32, String) {
+    let settings = &world.settings;
+    let output = tokio::process::Command::new(&settings.executable)
+        .arg("audit")
+        .args(args)
+        .env_clear()
+        .env("SVC_DATABASE_URL", settings.database_url.expose_secret())
+        .env("SVC_DATABASE_CA_PATH", &settings.ca_path)
+        .env("SVC_KEK_FILE", &settings.key_ring_path)
+        .envs(variables.iter().map(|(name, value)| (*name, value.as_str())))
+        .stdin(Stdio::null())
+        .output()
+        .await
+        .expect("the program runs");
+    let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    (output.status.code().expect("it ends by itself"), said)
+}
+
+/// Where the archive of heads is.
+fn archive(world: &World) -> [(&'static str, String); 2] {
+    let url = world.nats.url("operator").expect("there is an operator").expose_secret().to_owned();
+    [("SVC_NATS_URL", url), ("SVC_NATS_CA_PATH", world.settings.ca_path.display().to_string())]
+}
+
+async fn tamper(world: &World, statement: &str) -> u64 {
+    let mut session = world.pool.acquire().await.unwrap();
+    sqlx::raw_sql("SET session_replication_role = replica").execute(&mut *session).await.unwrap();
+    let done = sqlx::raw_sql(sqlx::AssertSqlSafe(statement.to_owned())).execute(&mut *session).await.unwrap();
+    sqlx::raw_sql("RESET session_replication_role").execute(&mut *session).await.unwrap();
+    done.rows_affected()
+}
+
+async fn until_sealed(world: &World) -> Duration {
+    let began = Instant::now();
+    loop {
+        let unsealed: i64 = sqlx::query_scalar(
+            "SELECT count(*) FROM audit LEFT JOIN audit_seal USING (shard, epoch, seq) WHERE audit_seal.number IS NULL",
+        )
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
+        if unsealed == 0 {
+            return began.elapsed();
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "{unsealed} rows are not sealed");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_log_is_sealed_verified_filtered_and_shows_who_cut_it() {
+    let mut world = World::plan().replicas(2).start().await;
+    let node = world.node("h100").await;
+    let allocation = world.rent("h100", 1).await;
+    allocation.expect_state("active").await;
+    // An owner dies; the other one seals on.
+    let owner = world.owner_of("node", node.id).await;
+    world.kill9_replica(owner);
+    allocation.release().await;
+    allocation.expect_state("released").await;
+    world.restart_replica(owner).await;
+    until_sealed(&world).await;
+
+    filtered(&world, node.id).await;
+    let (code, said) = gpuaas_audit(&world, &["verify", "--json"], &archive(&world)).await;
+    let report: Value = serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"));
+    assert_eq!((code, &report["ok"]), (0, &json!(true)), "{said}");
+    assert!(report["verified_rows"].as_u64() > Some(5) && report["heads_kept_elsewhere"].as_u64() > Some(3), "{said}");
+    let key = gpuaas_audit(&world, &["key"], &[]).await.1;
+    let pinned =
+        gpuaas_audit(&world, &["verify", "--public-key", key.trim()], &[("SVC_KEK_FILE", "/nowhere".into())]).await;
+    assert_eq!(pinned.0, 0, "an auditor needs no secret: {}", pinned.1);
+    let (_, heads) = gpuaas_audit(&world, &["heads"], &[]).await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("heads");
+    std::fs::write(&file, &heads).unwrap();
+
+    // Somebody with the database takes the node's last rows away, with all that was sealed after them.
+    world.expects_a_changed_audit_log();
+    world.expects_error("the audit log of a shard was changed");
+    let shard: i16 = sqlx::query_scalar("SELECT shard FROM audit WHERE target_id = $1 LIMIT 1")
+        .bind(node.id)
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
+    for (table, place) in [
+        ("audit", "(epoch, seq) > (SELECT epoch, seq FROM audit_seal s WHERE s.shard = audit.shard AND s.number = 1)"),
+        ("audit_seal", "number > 1"),
+        ("audit_head", "number > 1"),
+    ] {
+        tamper(&world, &format!("DELETE FROM {table} WHERE shard = {shard} AND {place}")).await;
+    }
+    let (_, alone) = gpuaas_audit(&world, &["verify", "--shard", &shard.to_string()], &[]).await;
+    for (args, variables) in [
+        (vec!["verify".to_owned(), "--heads".into(), file.display().to_string()], Vec::new()),
+        (vec!["verify".to_owned()], archive(&world).to_vec()),
+    ] {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let (code, said) = gpuaas_audit(&world, &args, &variables).await;
+        assert!(
+            code == 1 && said.contains(&format!("shard {shard}: row 2")) && said.contains("cut_off"),
+            "{said}; alone: {alone}"
+        );
+    }
+    let unreachable = [("SVC_DATABASE_URL", "postgres://a@127.0.0.1:1/x".to_owned())];
+    assert_eq!(gpuaas_audit(&world, &["verify"], &unreachable).await.0, 2, "what cannot be read is not verified");
+    world.end().await;
+}
+
+async fn filtered(world: &World, node: uuid::Uuid) {
+    let path = format!("/api/v1/admin/audit-log?target_kind=node&target_id={node}&limit=2");
+    let (mut seen, mut next) = (Vec::new(), path.clone());
+    loop {
+        let page = world.admin.get(&next).await.ok();
+        seen.extend(page["items"].as_array().unwrap().clone());
+        let Some(token) = page["next_page"].as_str() else { break };
+        next = format!("{path}&page_token={token}");
+    }
+    let actions: Vec<_> = seen.iter().map(|row| row["action"].as_str().unwrap()).collect();
+    for action in ["nodes.create", "nodes.issue_enrollment_token", "nodes.enroll", "nodes.activate"] {
+        assert!(actions.contains(&action), "{actions:?}");
+    }
+    assert!(seen.is_sorted_by(|a, b| a["at"].as_str() >= b["at"].as_str()));
+    let numbers: Vec<_> = seen.iter().map(|row| row["chain"]["number"].as_i64().expect("it is sealed")).collect();
+    assert!(numbers.is_sorted_by(|a, b| a > b), "{numbers:?}");
+    assert!(seen.iter().all(|row| row["chain"]["hash"].as_str().is_some_and(|hash| hash.len() == 64)));
+    let one = &seen[0];
+    let correlation = one["correlation_id"].as_str().unwrap();
+    let found = world.admin.get(&format!("/api/v1/admin/audit-log?correlation_id={correlation}")).await.ok();
+    assert!(found["items"].as_array().unwrap().contains(one));
+    world.user.once(Method::GET, "/api/v1/admin/audit-log", None).await.refused(403, "forbidden");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_row_is_sealed_within_a_second() {
+    let world = World::start().await;
+    let mut slowest = Duration::ZERO;
+    for n in 0..5 {
+        world.admin.post("/api/v1/admin/skus", &sku_body(&format!("kind-{n}"), 4)).await.created();
+        slowest = slowest.max(until_sealed(&world).await);
+    }
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+    let metrics = world.stranger().once(Method::GET, "/metrics", None).await.text;
+    for name in ["audit_unsealed_rows", "audit_seal_lag_seconds", "audit_sealed_rows_total", "audit_broken_chains 0"] {
+        assert!(metrics.contains(name), "{name} is missing");
+    }
+    world.end().await;
+}
+
+/// Until the count is not 0.
+async fn until(world: &World, count: &'static str) {
+    let began = Instant::now();
+    while sqlx::query_scalar::<_, i64>(count).fetch_one(&world.pool).await.unwrap() == 0 {
+        assert!(began.elapsed() < Duration::from_secs(30), "never: {count}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Killed after the commit and before the answer: the key gives the answer that was never given.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crash_between_commit_and_answer_leaves_an_answer_to_be_had() {
+    let mut world = World::plan().replicas(2).start().await;
+    world.slow_commits_by(Duration::from_millis(1500)).await;
+    let body = sku_body("after-the-crash", 4);
+    let by = world.at_replica(0, "admin");
+    let request = by.request(Method::POST, "/api/v1/admin/skus").header("Idempotency-Key", "crash").json(&body);
+    let lost = tokio::spawn(async move { by.try_send(request).await });
+    // While the commit goes on, whoever has to answer is stopped; it dies when the commit stands.
+    until(&world, "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'").await;
+    world.signal_replica(0, Signal::SIGSTOP);
+    until(&world, "SELECT count(*) FROM entity WHERE unique_name = 'after-the-crash'").await;
+    world.kill9_replica(0);
+    assert!(lost.await.unwrap().is_err(), "the dead one has answered");
+    let other = world.at_replica(1, "admin");
+    let began = Instant::now();
+    let again = loop {
+        let request = other.request(Method::POST, "/api/v1/admin/skus").header("Idempotency-Key", "crash").json(&body);
+        let answer = other.send(request).await;
+        if answer.status.as_u16() != 503 && answer.code() != "idempotency_in_progress" {
+            break answer;
+        }
+        assert!(began.elapsed() < Duration::from_secs(60), "{answer}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    assert_eq!(again.headers.get("idempotency-replayed").map(|it| it.to_str().unwrap()), Some("true"), "{again}");
+    let made = again.created();
+    let kept: uuid::Uuid = sqlx::query_scalar("SELECT id FROM entity WHERE unique_name = 'after-the-crash'")
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
+    assert_eq!(id_of(&made), kept);
+    world.restart_replica(0).await;
+    let metrics = other.once(Method::GET, "/metrics", None).await.text;
+    assert!(metrics.contains("api_idempotency_replays_served_total 1"), "{metrics}");
+    world.end().await;
+}

@@ -1,0 +1,98 @@
+//! Policy values in a running cluster: written at one replica, they hold at all.
+
+use futures::StreamExt as _;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+use tests::world::{World, id_of};
+
+const VALUES: &str = "/api/v1/admin/policy-values";
+const RESOLVE: &str = "/api/v1/admin/policy-values/resolve?key=billing.window_seconds";
+
+fn window(seconds: i64) -> Value {
+    json!({ "key": "billing.window_seconds", "value": seconds, "reason": "a test" })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_value_written_at_one_replica_holds_at_all_within_a_second_and_its_word_names_nobody() {
+    let world = World::plan().replicas(3).start().await;
+    let mut words = world.bus().await.subscribe("policy.invalidate.>").await.unwrap();
+    let admins: Vec<_> = (0..3).map(|index| world.at_replica(index, "admin")).collect();
+    for (n, admin) in admins.iter().enumerate() {
+        let value = 100 + i64::try_from(n).unwrap();
+        let mut body = window(value);
+        body["scope"] = json!({ "user_id": "a.b.>" });
+        let written = admin.post(VALUES, &body).await.created();
+        let begin = Instant::now();
+        for reader in &admins {
+            let path = format!("{RESOLVE}&user_id=a.b.%3E");
+            reader.wait_within(Duration::from_secs(1), &path, "the value holds", |it| it["value"] == value).await;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+
+        let word = tokio::time::timeout(Duration::from_secs(5), words.next()).await.unwrap().unwrap();
+        assert_eq!(word.subject.as_str(), "policy.invalidate.billing.window_seconds");
+        let headers = word.headers.unwrap();
+        let event: Value = serde_json::from_slice(&word.payload).unwrap();
+        assert_eq!(headers.get("Nats-Msg-Id").unwrap().as_str(), event["id"]);
+        assert!(headers.get("x-correlation-id").is_some());
+        assert_eq!(event["data"]["value_id"], written["id"]);
+        assert!(!event.to_string().contains("a.b.>"), "{event}");
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica() {
+    let world = World::plan().replicas(3).start().await;
+    world.admin.post(VALUES, &window(100)).await.created();
+    let from = chrono::Utc::now() + chrono::TimeDelta::seconds(4);
+    let mut body = window(200);
+    body["effective_at"] = json!(from);
+    world.admin.post(VALUES, &body).await.created();
+    let admins: Vec<_> = (0..3).map(|index| world.at_replica(index, "admin")).collect();
+    for admin in &admins {
+        admin.wait_until(RESOLVE, "the first value holds", |it| it["value"] == 100).await;
+    }
+    for admin in &admins {
+        loop {
+            let before = chrono::Utc::now();
+            let value = admin.get(RESOLVE).await.ok()["value"].clone();
+            let after = chrono::Utc::now();
+            if before >= from {
+                assert_eq!(value, 200);
+                break;
+            }
+            if after < from {
+                assert_eq!(value, 100);
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_the_bus_is_down_a_written_value_is_seen_by_all_within_a_minute() {
+    let mut world = World::plan().replicas(3).start().await;
+    world.set_policy("billing.window_seconds", 100).await;
+    let listed = world.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
+    let statement = "SELECT id FROM entity WHERE kind = 'policy' AND body::text LIKE '%' || $1 || '%'";
+    let id: uuid::Uuid = sqlx::query_scalar(statement)
+        .bind(id_of(&listed["items"][0]).to_string())
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
+    let owner = world.owner_of("policy", id).await;
+    world.nats.stop().await;
+    // Who owns the values takes the write; the others cannot be told.
+    let begin = Instant::now();
+    world.at_replica(owner, "admin").post(VALUES, &window(200)).await.created();
+    for index in 0..3 {
+        let admin = world.at_replica(index, "admin");
+        admin.wait_within(Duration::from_secs(60), RESOLVE, "the value holds", |it| it["value"] == 200).await;
+    }
+    assert!(begin.elapsed() < Duration::from_secs(60));
+    world.nats.start_again().await.unwrap();
+    world.expect_settled().await;
+    world.end().await;
+}

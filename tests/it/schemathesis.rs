@@ -1,0 +1,62 @@
+//! schemathesis (a program of others) makes requests of the service's own description, well-formed and not, and looks whether the
+//! answers keep to it. What it checks beside its own checks stands in `deploy/schemathesis/hooks.py`.
+
+use crate::tool::{python_program, root, run};
+use secrecy::ExposeSecret as _;
+use std::process::Command;
+use tests::world::World;
+
+/// The same requests every time; another seed finds other things.
+const SEED: &str = "20261121";
+const WORKERS: &str = "2";
+/// Over one run, in seconds, however many routes there are.
+const AT_MOST: &str = "90";
+
+fn schemathesis(world: &World, username: &str) -> Command {
+    let (hooks, token) = (root().join("deploy/schemathesis"), world.identity.token_of(username).expect("it signs"));
+    let mut command = Command::new(python_program("st"));
+    command
+        .current_dir(&hooks)
+        .env("PYTHONPATH", &hooks)
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .env("SCHEMATHESIS_HOOKS", "hooks")
+        .arg("run")
+        .arg(format!("{}/api/v1/openapi.json", world.admin.base()))
+        .arg("--tls-verify")
+        .arg(world.authority.certificate_path())
+        .arg("--header")
+        .arg(format!("Authorization: Bearer {}", token.expose_secret()))
+        .args(["--seed", SEED, "--workers", WORKERS, "--request-timeout", "10", "--continue-on-failure"])
+        .args(["--checks", "all"])
+        // `hooks.py` has one that tells the two meanings of 400 apart.
+        .args(["--exclude-checks", "positive_data_acceptance"])
+        // Five megabytes of somebody else's script; its one request is made by another test.
+        .args(["--exclude-path", "/api/v1/docs/reader.js"]);
+    command
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_request_that_can_be_thought_of_gets_an_answer_outside_of_the_description() {
+    let mut world = World::start().await;
+    // Something to find, so that not everything ends at a 404.
+    world.node("h100").await;
+    let rented = world.rent("h100", 1).await;
+    rented.expect_state("active").await;
+    rented.release().await;
+    rented.expect_state("released").await;
+
+    // Single requests, as an administrator and as a user.
+    for (username, examples) in [("admin", "12"), ("user", "6")] {
+        let mut alone = schemathesis(&world, username);
+        alone.args(["--phases", "examples,coverage,fuzzing", "--max-examples", examples, "--max-time", AT_MOST]);
+        run(alone).await;
+    }
+    // Sequences, each request made of the answers before it. The stream of an allocation that lives has no end to wait for.
+    let mut sequences = schemathesis(&world, "admin");
+    sequences.args(["--phases", "stateful", "--max-examples", "10", "--max-time", "45"]);
+    sequences.args(["--exclude-operation-id", "allocation_events"]);
+    run(sequences).await;
+    // It removes the node, too, and an agent whose node is removed says so and ends.
+    world.expects_error("the agent ends");
+    world.end().await;
+}

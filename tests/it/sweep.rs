@@ -1,0 +1,304 @@
+//! Who gets what, at every route there is: the permission matrix as it is over HTTP. The routes come from the description that the
+//! service serves, so that one which is new stands in no table and fails; the tables are checked in and reviewed as text.
+
+use edge::node_api::{PAGE, Shows};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use supervisors::dev::identity::Person;
+use tests::world::client::{Client, answer_to};
+use tests::world::hand::{HandAgent, anonymous};
+use tests::world::{REGION, World, id_of, ssh_public_key};
+use uuid::Uuid;
+
+const ACCOUNTS: &str = "/api/v1/service-accounts";
+
+/// A caller, as the columns of the table call it.
+struct Identity {
+    name: &'static str,
+    caller: Client,
+}
+
+/// Programs that act for `user`: one, and one whose key was revoked after it got its token.
+struct Accounts {
+    valid: Client,
+    revoked: Client,
+}
+
+impl Accounts {
+    async fn made(world: &World) -> Self {
+        let account = world.user.post(ACCOUNTS, &json!({ "name": "swept by" })).await.created();
+        let keys = format!("{ACCOUNTS}/{}/keys", id_of(&account));
+        let caller = async || {
+            let key = world.user.once(Method::POST, &keys, None).await.created();
+            let form = [
+                ("grant_type", "client_credentials"),
+                ("client_id", account["id"].as_str().unwrap()),
+                ("client_secret", key["client_secret"].as_str().unwrap()),
+            ];
+            let asked = world.stranger().request(Method::POST, &format!("{ACCOUNTS}/token")).form(&form);
+            let token = world.stranger().send(asked).await.ok();
+            (world.stranger().as_bearer(token["access_token"].as_str().unwrap()), id_of(&key))
+        };
+        let ((valid, _), (revoked, key)) = (caller().await, caller().await);
+        let gone = world.user.once(Method::DELETE, &format!("{keys}/{key}"), None).await;
+        assert_eq!(gone.status, StatusCode::NO_CONTENT, "{gone}");
+        Self { valid, revoked }
+    }
+}
+
+/// Who is tried, from the weakest on, so that what the strong do to a resource is not in the way of the weak.
+async fn identities(world: &World) -> Vec<Identity> {
+    let accounts = Accounts::made(world).await;
+    let bearer = |claims: &Value| {
+        let token = world.identity.mint(claims).expect("the provider signs");
+        world.stranger().as_bearer(secrecy::ExposeSecret::expose_secret(&token))
+    };
+    let claims = |username: &str| world.identity.claims_of(username).expect("a person of the world");
+    let mut expired = claims("admin");
+    let past = |claims: &Value, name: &str| claims[name].as_i64().unwrap_or_default() - 7200;
+    for name in ["iat", "nbf", "exp"] {
+        expired[name] = json!(past(&expired, name));
+    }
+    let mut without_role = claims("user");
+    without_role["realm_access"]["roles"] = json!(["offline_access"]);
+    vec![
+        Identity { name: "anonymous", caller: world.stranger() },
+        Identity { name: "garbage", caller: world.stranger().as_bearer("eyJhbGciOiJub25lIn0.e30.") },
+        Identity { name: "expired admin", caller: bearer(&expired) },
+        Identity { name: "no role", caller: bearer(&without_role) },
+        Identity { name: "other user", caller: world.other_user.clone() },
+        Identity { name: "revoked key", caller: accounts.revoked },
+        Identity { name: "service account", caller: accounts.valid },
+        Identity { name: "revoked role", caller: holder(world, "was-owner", "inventory_owner", true).await },
+        Identity { name: "auditor", caller: holder(world, "auditor", "auditor", false).await },
+        Identity { name: "inventory owner", caller: holder(world, "owner", "inventory_owner", false).await },
+        Identity { name: "user", caller: world.user.clone() },
+        Identity { name: "admin", caller: world.admin.clone() },
+    ]
+}
+
+/// One more user, in a platform role, or with one that was revoked.
+async fn holder(world: &World, username: &str, role: &str, revoked: bool) -> Client {
+    world.identity.admit(Person::new(username, &["user"]));
+    world.bind(username, role).await;
+    if revoked {
+        let subject = world.identity.person(username).expect("they were let in").id;
+        let path = format!("/api/v1/admin/platform-roles/bindings?subject={subject}&role={role}");
+        world.admin.delete(&path).await.ok();
+    }
+    let token = world.identity.token_of(username).expect("the provider signs");
+    world.stranger().as_bearer(secrecy::ExposeSecret::expose_secret(&token))
+}
+
+/// What a platform role opens to those who are no administrators.
+fn opens_to(who: &str, method: &Method, path: &str) -> bool {
+    match who {
+        "auditor" => path == "/api/v1/admin/audit-log",
+        "inventory owner" => {
+            let reads = *method == Method::GET && path.starts_with("/api/v1/admin/skus");
+            reads || ["/activate", "/deprecate", "/deactivate"].iter().any(|it| path.ends_with(it))
+        }
+        _ => false,
+    }
+}
+
+/// A thing of `user` or of the administrators: the paths that begin so, and what stands for their parameters.
+type Thing = (&'static str, Vec<(&'static str, String)>);
+
+async fn things(world: &mut World) -> Vec<Thing> {
+    let sku = world.offer("swept", 8).await;
+    let node = world.register("swept").await;
+    // There is no capacity, so it waits in line: the user's own, and still.
+    let wanted = json!({ "sku": "swept", "region_code": REGION, "gpu_count": 1, "queue_seconds": 3600 });
+    let allocation = world.user.post("/api/v1/allocations", &wanted).await.created();
+    let key = json!({ "name": "swept", "public_key": ssh_public_key("swept") });
+    let key = world.user.post("/api/v1/ssh-keys", &key).await.created();
+    let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
+    let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
+    let account_key = world.user.once(Method::POST, &account_key, None).await.created();
+    let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
+    let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
+    let id = |id: Uuid| ("{id}", id.to_string());
+    vec![
+        one("/api/v1/admin/skus/{id}", sku),
+        one("/api/v1/admin/nodes/{id}", node.id),
+        both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
+        one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/ssh-keys/{id}", id_of(&key)),
+        both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
+    ]
+}
+
+/// The path with an existing thing in it.
+fn filled(path: &str, things: &[Thing]) -> String {
+    if !path.contains('{') {
+        return path.to_owned();
+    }
+    let (_, parameters) = things
+        .iter()
+        .find(|(prefix, _)| path.starts_with(prefix))
+        .unwrap_or_else(|| panic!("the sweep has nothing to put into {path}: make one in `things`"));
+    let path = parameters.iter().fold(path.to_owned(), |path, (name, value)| path.replace(name, value));
+    assert!(!path.contains('{'), "the sweep does not know every parameter of {path}: name it in `things`");
+    path
+}
+
+struct Operation {
+    method: Method,
+    path: String,
+    described: Value,
+}
+
+/// Reading first, then changing, then deleting; each in the order of the paths.
+fn operations(description: &Value) -> Vec<Operation> {
+    let paths = description["paths"].as_object().expect("the description has paths");
+    let mut all = Vec::new();
+    for (path, item) in paths {
+        for (method, described) in item.as_object().expect("a path has operations") {
+            let method = Method::from_bytes(method.to_uppercase().as_bytes()).expect("a method");
+            all.push(Operation { method, path: path.clone(), described: described.clone() });
+        }
+    }
+    let order =
+        |method: &Method| ["GET", "PATCH", "PUT", "POST", "DELETE"].iter().position(|one| *one == method.as_str());
+    all.sort_by_key(|it| (order(&it.method), it.path.clone()));
+    all
+}
+
+/// The status. The description lists it for this operation, and the code of a refusal with it.
+async fn tried(by: &Client, operation: &Operation, path: &str) -> u16 {
+    let Operation { method, described, .. } = operation;
+    let mut request = by.request(method.clone(), path);
+    if method == Method::POST {
+        request = request.header("Idempotency-Key", Uuid::new_v4().to_string());
+    }
+    let content = &described["requestBody"]["content"];
+    let (json, form) = (&content["application/json"], &content["application/x-www-form-urlencoded"]);
+    if !json.is_null() {
+        request = request.json(&json["example"]);
+    } else if !form.is_null() {
+        request = request.form(&form["example"]);
+    }
+    let answer = request.send().await.unwrap_or_else(|error| panic!("{method} {path}: no answer: {error:?}"));
+    let status = answer.status().as_u16();
+    let listed = &described["responses"][status.to_string()];
+    assert!(listed.is_object(), "{method} {path} answers {status}, which its description does not list");
+    // A stream of events has no end to wait for.
+    if status < 400 {
+        return status;
+    }
+    let body: Value = answer.json().await.expect("a refusal is JSON");
+    let code = body["code"].as_str().unwrap_or_else(|| panic!("{method} {path}: no code in {body}"));
+    let codes = listed["x-error-codes"].as_array().expect("the description lists codes");
+    assert!(codes.iter().any(|one| one == code), "{method} {path} answers {code}, which is none of {codes:?}");
+    status
+}
+
+fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
+    let Operation { method, path, described } = operation;
+    let status = |who: &str| statuses[who];
+    let shut = |who: &str| matches!(status(who), 401 | 403);
+    if described["security"].is_null() {
+        assert!(!statuses.keys().any(|who| shut(who)), "{method} {path} asks for no token: {statuses:?}");
+        return;
+    }
+    let takes_tokens = described["security"].as_array().unwrap().iter().any(|one| one["bearer"].is_array());
+    if !takes_tokens {
+        // Let in by what no person has: a service account's key, an operator's own token.
+        assert!(statuses.values().all(|status| *status >= 400), "{method} {path}: {statuses:?}");
+        return;
+    }
+    for who in ["anonymous", "garbage", "expired admin", "revoked key"] {
+        assert_eq!(status(who), 401, "{method} {path} for {who}");
+    }
+    assert_eq!(status("no role"), 403, "{method} {path}");
+    let for_admins = path.starts_with("/api/v1/admin/");
+    for who in ["other user", "revoked role", "auditor", "inventory owner", "user"] {
+        let expected = for_admins && !opens_to(who, method, path);
+        assert_eq!(shut(who), expected, "{method} {path} for {who}: {statuses:?}");
+    }
+    assert!(!shut("admin"), "{method} {path} for admin");
+    if for_admins {
+        assert!(shut("service account"), "{method} {path} for a user's service account");
+    }
+    // What is another's is not there.
+    if !for_admins && path.contains("{id}") {
+        assert_eq!(status("other user"), 404, "{method} {path}");
+        assert!(status("user") < 300, "{method} {path}: {statuses:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_route_gives_everybody_what_is_theirs_and_no_more() {
+    let mut world = World::start().await;
+    let description = world.stranger().get("/api/v1/openapi.json").await.ok();
+    let things = things(&mut world).await;
+    let identities = identities(&world).await;
+    let columns: Vec<_> = identities.iter().map(|identity| identity.name).collect();
+    let mut table = format!("{:<64} {}\n", "", columns.join(" | "));
+    for operation in operations(&description) {
+        let path = filled(&operation.path, &things);
+        let (mut cells, mut statuses) = (Vec::new(), BTreeMap::new());
+        for Identity { name, caller } in &identities {
+            let status = tried(caller, &operation, &path).await;
+            statuses.insert(*name, status);
+            cells.push(format!("{status:<width$}", width = name.len()));
+        }
+        expect_shut(&operation, &statuses);
+        let route = format!("{} {}", operation.method, operation.path);
+        writeln!(table, "{route:<64} {}", cells.join(" | ")).unwrap();
+    }
+    insta::assert_snapshot!("public_api", table);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_route_of_the_node_api_is_a_nodes_own() {
+    let mut world = World::start().await;
+    let (own, other, gone) =
+        (world.register("swept").await, world.register("swept").await, world.register("swept").await);
+    let bundle = world.bundle(&own).await;
+    let agent = HandAgent::enroll(&bundle, 8).await;
+    let other = HandAgent::enroll(&world.bundle(&other).await, 8).await;
+    let removed = HandAgent::onboard(&world.bundle(&gone).await, 8).await;
+    gone.expect_state("active").await;
+    gone.order("retire").await.accepted();
+    gone.order("remove").await.accepted();
+    gone.expect_state("removed").await;
+
+    let nobody = anonymous(&bundle);
+    let mut table = format!("{:<60} own | none | another node's | a removed node's, at its path\n", "certificate:");
+    for route in PAGE {
+        let (method, path) = (Method::from_bytes(route.method.as_bytes()).unwrap(), route.path);
+        let path = path.trim_start_matches("/internal/v1/nodes/{id}/").replace("{task_id}", &Uuid::nil().to_string());
+        let path = if path.ends_with("/wait") { format!("{path}?timeout_seconds=1") } else { path };
+        let (none, others) = (&nobody, other.client_without_pool());
+        let removeds = removed.client_without_pool();
+        let own = agent.client_without_pool();
+        let tries =
+            [(&own, agent.node_id), (none, agent.node_id), (&others, agent.node_id), (&removeds, removed.node_id)];
+        let mut cells = Vec::new();
+        for (http, at) in tries {
+            let request = agent.request_with(http, at, method.clone(), &path);
+            let request = if method == Method::POST { request.json(&json!({})) } else { request };
+            let answer = answer_to(request).await.unwrap_or_else(|error| panic!("{path}: no answer: {error:?}"));
+            if answer.status.is_client_error() {
+                answer.in_envelope();
+                let listed = route.codes().any(|code| code.as_str() == answer.code());
+                assert!(listed, "{path} answers {}, which its table does not list", answer.code());
+            }
+            let reason = answer.body["details"]["reason"].as_str().unwrap_or_default();
+            cells.push(format!("{} {reason}", answer.status.as_u16()).trim_end().to_owned());
+            let is_own = at == agent.node_id && std::ptr::eq(http, &raw const own);
+            if route.shows == Shows::Certificate && !is_own {
+                assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{path}: {answer}");
+            }
+        }
+        writeln!(table, "{:<60} {}", format!("{} {}", route.method, route.path), cells.join(" | ")).unwrap();
+    }
+    insta::assert_snapshot!("node_api", table);
+    world.end().await;
+}

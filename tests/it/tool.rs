@@ -1,0 +1,56 @@
+//! Programs of others that look at the service from outside: what deploy/test installs.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tests::world::World;
+
+/// The checkout.
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the checkout").to_owned()
+}
+
+/// A Python program of the contract's tools. There is no test without it.
+pub(crate) fn python_program(name: &str) -> PathBuf {
+    let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| root().join(".dev/tools"), PathBuf::from);
+    let path = tools.join("contract/bin").join(name);
+    assert!(path.is_file(), "{} is missing: `deploy/test --tools` installs it", path.display());
+    path
+}
+
+/// A headless browser that keeps to this machine and writes down whom it asks.
+pub(crate) fn browser() -> Command {
+    let path = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"]
+        .into_iter()
+        .find(|path| Path::new(path).is_file());
+    let mut browser = Command::new(path.expect("there is no Chromium: `deploy/test --tools` installs it"));
+    browser.args([
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-quic",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+    ]);
+    browser
+}
+
+/// Runs it to its end and returns what it said; fails with all of that where it failed.
+pub(crate) async fn run(mut command: Command) -> String {
+    let shown = format!("{command:?}");
+    let output = tokio::task::spawn_blocking(move || command.output()).await.expect("it runs");
+    let Output { status, stdout, stderr } = output.unwrap_or_else(|error| panic!("{shown}: {error}"));
+    let said = format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    assert!(status.success(), "{shown}: {status}\n{said}");
+    said
+}
+
+/// The description as this world serves it, in a file.
+pub(crate) async fn description(world: &World, folder: &Path) -> PathBuf {
+    let described = world.stranger().get("/api/v1/openapi.json").await;
+    let path = folder.join("openapi.json");
+    std::fs::write(&path, described.text).expect("the description can be written down");
+    path
+}
