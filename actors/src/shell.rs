@@ -350,12 +350,14 @@ impl<M: Machine> Shell<M> {
         };
         // Ids of events come after those that the machine took for itself.
         let outbox = (1 << 32_u64..).zip(&step.events);
+        let bare = self.bare_commit(ask, next, ctx)?;
         Ok(Commit {
             why: step.why.clone(),
             audit: step.audit.clone(),
             outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
             command,
-            ..self.bare_commit(ask, next, ctx)?
+            rests_on: bare.rests_on.iter().chain(&step.rests_on).copied().collect(),
+            ..bare
         })
     }
 
@@ -394,6 +396,7 @@ impl<M: Machine> Shell<M> {
             audit: Vec::new(),
             outbox: Vec::new(),
             command: None,
+            rests_on: ask.asked.by.rests_on(ask.command.action()).into_iter().collect(),
         })
     }
 

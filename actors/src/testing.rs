@@ -133,6 +133,7 @@ pub(crate) fn user(user_id: &str, roles: &[Role]) -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     })
 }

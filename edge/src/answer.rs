@@ -2,7 +2,7 @@
 
 use actors::AskError;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, node, policy, service_account, sku, tenant};
+use domain::{allocation, bindings, node, policy, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -174,9 +174,25 @@ impl Explain for sku::Rejection {
             R::NotFound => ApiError::not_found("SKU"),
             R::Exists => conflict("The SKU exists already."),
             R::WrongStatus { status, command } => {
-                let done = if command == "deactivate" { "deactivated; it was never active" } else { "changed so" };
+                let done = match command.as_str() {
+                    "deprecate" => "deprecated; only an active one can be",
+                    "deactivate" => "deactivated; it was never active",
+                    _ => "changed so",
+                };
                 conflict(format!("A SKU that is {status} cannot be {done}.")).detail("status", status)
             }
+            R::RoleNotHeld { role: Some(role) } => ApiError::forbidden(format!(
+                "You do not hold the platform role `{role}`; leave `role` out, or ask an administrator to bind it to you."
+            ))
+            .detail("field", "role"),
+            R::RoleNotHeld { role: None } => ApiError::forbidden(
+                "This needs the platform role `platform_operations` or `inventory_owner`; ask an administrator to bind it to you.",
+            ),
+            R::ReviewMissing { field } => invalid(
+                format!("Nodes or allocations refer to the SKU: say in `{field}` what its end means for them."),
+                &field,
+            ),
+            R::Moved => conflict("Others decide on the SKU at this moment; look at it and ask again."),
         }
     }
 }
@@ -199,6 +215,17 @@ impl Explain for tenant::Rejection {
             .detail("policy_key", "auth.service_accounts_per_user")
             .detail("limit", limit),
             rejection @ R::OverQuota { .. } => unexpected(&rejection),
+        }
+    }
+}
+
+impl Explain for bindings::Rejection {
+    fn explain(self) -> ApiError {
+        match self {
+            Self::NotBound => ApiError::new(
+                Code::NotFound,
+                "The role is not bound to this subject; GET /api/v1/admin/platform-roles/bindings lists what is.",
+            ),
         }
     }
 }
@@ -358,6 +385,11 @@ mod tests {
             sku::Rejection::NotFound,
             sku::Rejection::Exists,
             sku::Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
+            sku::Rejection::WrongStatus { status: "inactive".into(), command: "deprecate".into() },
+            sku::Rejection::RoleNotHeld { role: Some(domain::authz::PlatformRole::InventoryOwner) },
+            sku::Rejection::RoleNotHeld { role: None },
+            sku::Rejection::ReviewMissing { field: "impact_review".into() },
+            sku::Rejection::Moved,
         ] {
             row(&mut table, "sku", &rejection.explain());
         }
@@ -370,6 +402,7 @@ mod tests {
         ] {
             row(&mut table, "ssh key", &rejection.explain());
         }
+        row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
         for rejection in [
             service_account::Rejection::NotFound,
             service_account::Rejection::KeyNotFound,

@@ -10,6 +10,8 @@ mod health;
 mod identity_keys;
 mod internal;
 mod node;
+mod overview;
+mod platform_role;
 mod policy;
 mod routing;
 mod runtime;
@@ -108,8 +110,9 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/skus"                               => sku::create, StateConflict;
         Admin  Get      "/api/v1/admin/skus/{id}"                          => sku::get, NotFound;
         Admin  Patch    "/api/v1/admin/skus/{id}"                          => sku::revise, NotFound;
-        Admin  PostOnce "/api/v1/admin/skus/{id}/activate"                 => sku::activate, NotFound;
-        Admin  PostOnce "/api/v1/admin/skus/{id}/deactivate"               => sku::deactivate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/activate"                 => sku::activate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/deprecate"                => sku::deprecate, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/skus/{id}/deactivate"               => sku::deactivate, NotFound, StateConflict;
 
         Admin  Get      "/api/v1/admin/nodes"                              => node::list;
         Admin  PostOnce "/api/v1/admin/nodes"                              => node::create, ProbeTargetDenied;
@@ -148,6 +151,12 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Post     "/api/v1/service-accounts/{id}/keys"               => service_account::add_key, NotFound, StateConflict;
         User   Delete   "/api/v1/service-accounts/{id}/keys/{key_id}"      => service_account::revoke_key, NotFound;
         Internal Post   "/internal/auth/jwks/refresh"                      => identity_keys::refresh, RateLimited, UpstreamError;
+
+        Admin  Get      "/api/v1/admin/platform-roles/bindings"            => platform_role::list;
+        Admin  PostOnce "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;
+        Admin  Delete   "/api/v1/admin/platform-roles/bindings"            => platform_role::revoke, NotFound;
+
+        Admin  Get      "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
 
         Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
         Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;

@@ -22,6 +22,7 @@ pub mod limits;
 pub mod node_api;
 pub mod node_ca;
 pub mod page;
+pub mod platform_roles;
 pub mod polls;
 pub mod probe;
 pub mod rate_limit;

@@ -6,6 +6,7 @@ use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::node_api::nonce::Nonces;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
 use crate::rate_limit::RateLimiter;
@@ -43,6 +44,7 @@ pub struct Parts {
     pub trust: Trust,
     /// Lets the operator's tools read this process's stats; without it there is no such route.
     pub stats_token: Option<InternalToken>,
+    pub platform_roles: PlatformRoleCounters,
     pub addresses: Addresses,
     /// Cancelled when this process ends: what waits long answers then.
     pub stopping: tokio_util::sync::CancellationToken,

@@ -3,14 +3,18 @@
 //! Bodies come as the JSON text that was committed: whoever asks knows the machine and decodes it.
 
 mod audit;
+mod bindings;
 mod entity;
+mod gpus;
 mod inspect;
 mod policy;
 mod shard;
 mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
-pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, StateCount};
+pub use bindings::{BindingFilter, BindingRow};
+pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, StateCount};
+pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Overdue};

@@ -198,10 +198,12 @@ impl Dev {
     async fn main_job(&mut self, args: &DevArgs) -> anyhow::Result<()> {
         let clock = Clock::default();
         let admin = self.api("admin").await?;
+        let second_admin = self.api("admin2").await?;
         let user = self.api("user").await?;
-        clock.lap("admin and user logged in");
+        clock.lap("admin, admin2 and user logged in");
         self.make_room(&admin, args.nodes, &clock).await?;
-        let job = MainJob { admin: &admin, user: &user, listener: &clock };
+        let admin_subjects = [subject(&self.identity, "admin")?, subject(&self.identity, "admin2")?];
+        let job = MainJob { admin: &admin, second_admin: &second_admin, admin_subjects, user: &user, listener: &clock };
         let sku = job.offer(&self.agent_settings).await?;
         let names: Vec<String> = (1..=args.nodes).map(|number| format!("node-{number}")).collect();
         let onboarding = names.iter().map(|name| job.onboard(name, &sku, &self.agent_settings));
@@ -323,10 +325,17 @@ fn variables(
         ("user2", "SVC_USER", "_2"),
     ] {
         let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+        env.set(format!("{prefix}_SUBJECT{suffix}"), person.id.to_string());
         env.set(format!("{prefix}_USERNAME{suffix}"), person.username);
         env.set(format!("{prefix}_PASSWORD{suffix}"), exposed(&person.password));
     }
     Ok(env)
+}
+
+/// The `sub` of this person's tokens.
+fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String> {
+    let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+    Ok(person.id.to_string())
 }
 
 /// Two environments in one folder would remove each other's data. The lock ends with this process.

@@ -254,6 +254,7 @@ mod tests {
             audit: Vec::new(),
             outbox: reasons.iter().map(failed).collect(),
             command: None,
+            rests_on: Vec::new(),
         }
     }
 

@@ -28,6 +28,7 @@ use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
+use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
 use edge::rate_limit::RateLimiter;
@@ -240,6 +241,7 @@ impl Process {
             sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
             stats_token: config.stats_token.clone(),
             trust,
+            platform_roles: PlatformRoleCounters::register(&self.registry)?,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
             stopping: self.stop_listening.clone(),
         }))

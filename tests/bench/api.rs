@@ -129,8 +129,7 @@ impl Users {
             "allowed_regions": ["test-1"], "price": {"currency": "USD", "amount_minor_per_gpu_hour": 250},
         });
         let sku = world.admin.post("/api/v1/admin/skus", &sku).await.created();
-        let activate = format!("/api/v1/admin/skus/{}/activate", id_of(&sku));
-        world.admin.post(&activate, &json!({"reason": "offered"})).await.ok();
+        world.activate(id_of(&sku)).await;
         let prepared = (0..AT_ONCE).map(|number| async move {
             let name = format!("caller-{number}");
             world.identity.admit(Person::new(&name, &["user"]));

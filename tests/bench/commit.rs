@@ -174,6 +174,7 @@ impl Ours {
                 reply: Some(r#"{"ok": true}"#.to_owned()),
                 consumes,
             }),
+            rests_on: Vec::new(),
         };
         let outcome = self.committer.commit(commit).await;
         ensure!(outcome == Outcome::Applied, "{outcome:?}");

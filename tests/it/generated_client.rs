@@ -56,6 +56,7 @@ async fn a_generated_client_runs_the_main_job() {
     run(generate).await;
 
     let token = |username: &str| world.identity.token_of(username).unwrap().expose_secret().to_owned();
+    let subject = |username: &str| world.identity.person(username).unwrap().id.to_string();
     let mut command = Command::new(python_program("python"));
     command
         .arg(root().join("tests/it/generated_client/main_job.py"))
@@ -65,6 +66,8 @@ async fn a_generated_client_runs_the_main_job() {
         .env("SVC_CA_BUNDLE_PATH", world.authority.certificate_path())
         .env("ADMIN_TOKEN", token("admin"))
         .env("ADMIN_TOKEN_2", token("admin2"))
+        .env("ADMIN_SUBJECT", subject("admin"))
+        .env("ADMIN_SUBJECT_2", subject("admin2"))
         .env("USER_TOKEN", token("user"))
         .env("SSH_PUBLIC_KEY", ssh_public_key("generated"));
     let mut script = Script::start(command);

@@ -13,6 +13,7 @@ mod input;
 mod main_job;
 mod observability;
 mod openapi;
+mod platform_roles;
 mod policy;
 mod probe;
 mod rate_limit;

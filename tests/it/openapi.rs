@@ -5,13 +5,17 @@ use std::collections::BTreeSet;
 use tests::world::World;
 
 /// What the service has, by path below `/api/v1`.
-const ROUTES: [(&str, &[&str]); 27] = [
+const ROUTES: [(&str, &[&str]); 31] = [
     ("/healthz", &["get"]),
     ("/readyz", &["get"]),
     ("/skus", &["get"]),
     ("/admin/skus", &["get", "post"]),
     ("/admin/skus/{id}", &["get"]),
     ("/admin/skus/{id}/activate", &["post"]),
+    ("/admin/skus/{id}/deprecate", &["post"]),
+    ("/admin/skus/{id}/deactivate", &["post"]),
+    ("/admin/platform-roles/bindings", &["get", "post", "delete"]),
+    ("/admin/overview", &["get"]),
     ("/admin/nodes", &["get", "post"]),
     ("/admin/nodes/{id}", &["get", "patch"]),
     ("/admin/nodes/{id}/enrollment-token", &["post"]),

@@ -6,6 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use supervisors::dev::identity::Person;
 use tests::world::client::{Client, answer_to};
 use tests::world::hand::{HandAgent, anonymous};
 use tests::world::{REGION, World, id_of, ssh_public_key};
@@ -70,9 +71,37 @@ async fn identities(world: &World) -> Vec<Identity> {
         Identity { name: "other user", caller: world.other_user.clone() },
         Identity { name: "revoked key", caller: accounts.revoked },
         Identity { name: "service account", caller: accounts.valid },
+        Identity { name: "revoked role", caller: holder(world, "was-owner", "inventory_owner", true).await },
+        Identity { name: "auditor", caller: holder(world, "auditor", "auditor", false).await },
+        Identity { name: "inventory owner", caller: holder(world, "owner", "inventory_owner", false).await },
         Identity { name: "user", caller: world.user.clone() },
         Identity { name: "admin", caller: world.admin.clone() },
     ]
+}
+
+/// One more user, in a platform role, or with one that was revoked.
+async fn holder(world: &World, username: &str, role: &str, revoked: bool) -> Client {
+    world.identity.admit(Person::new(username, &["user"]));
+    world.bind(username, role).await;
+    if revoked {
+        let subject = world.identity.person(username).expect("they were let in").id;
+        let path = format!("/api/v1/admin/platform-roles/bindings?subject={subject}&role={role}");
+        world.admin.delete(&path).await.ok();
+    }
+    let token = world.identity.token_of(username).expect("the provider signs");
+    world.stranger().as_bearer(secrecy::ExposeSecret::expose_secret(&token))
+}
+
+/// What a platform role opens to those who are no administrators.
+fn opens_to(who: &str, method: &Method, path: &str) -> bool {
+    match who {
+        "auditor" => path == "/api/v1/admin/audit-log",
+        "inventory owner" => {
+            let reads = *method == Method::GET && path.starts_with("/api/v1/admin/skus");
+            reads || ["/activate", "/deprecate", "/deactivate"].iter().any(|it| path.ends_with(it))
+        }
+        _ => false,
+    }
 }
 
 /// A thing of `user` or of the administrators: the paths that begin so, and what stands for their parameters.
@@ -187,8 +216,9 @@ fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
     }
     assert_eq!(status("no role"), 403, "{method} {path}");
     let for_admins = path.starts_with("/api/v1/admin/");
-    for who in ["other user", "user"] {
-        assert_eq!(shut(who), for_admins, "{method} {path} for {who}: {statuses:?}");
+    for who in ["other user", "revoked role", "auditor", "inventory owner", "user"] {
+        let expected = for_admins && !opens_to(who, method, path);
+        assert_eq!(shut(who), expected, "{method} {path} for {who}: {statuses:?}");
     }
     assert!(!shut("admin"), "{method} {path} for admin");
     if for_admins {

@@ -78,6 +78,8 @@ pub struct World {
     pub pool: PgPool,
     /// Through the balancer, as an administrator.
     pub admin: Client,
+    /// Through the balancer, as `admin2`: no status of a SKU changes on one person's word.
+    pub second_admin: Client,
     /// Through the balancer, as `user`.
     pub user: Client,
     /// Through the balancer, as `user2`.
@@ -139,11 +141,28 @@ impl World {
             return *id;
         }
         let sku = self.admin.post("/api/v1/admin/skus", &sku_body(name, gpus)).await.created();
+        self.activate(id_of(&sku)).await;
         let path = format!("/api/v1/admin/skus/{}", id_of(&sku));
-        self.admin.post(&format!("{path}/activate"), &json!({ "reason": "a test needs it" })).await.accepted();
         self.admin.wait_until(&path, "the SKU is active", |sku| sku["status"] == "active").await;
         self.offered.insert(name.to_owned(), id_of(&sku));
         id_of(&sku)
+    }
+
+    /// Both administrators' approval of a SKU.
+    pub async fn activate(&self, sku: Uuid) {
+        self.bind("admin", "platform_operations").await;
+        self.bind("admin2", "inventory_owner").await;
+        let path = format!("/api/v1/admin/skus/{sku}/activate");
+        for approver in [&self.admin, &self.second_admin] {
+            approver.post(&path, &json!({ "reason": "a test needs it" })).await.accepted();
+        }
+    }
+
+    /// Binds a platform role to a person, or finds it bound.
+    pub async fn bind(&self, username: &str, role: &str) {
+        let subject = self.identity.person(username).expect("the person can log in").id;
+        let binding = json!({ "subject": subject, "role": role, "reason": "a test needs it" });
+        self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.ok();
     }
 
     /// A node in the inventory without an agent.

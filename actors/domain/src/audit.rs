@@ -67,9 +67,12 @@ actions! {
 
     SkusCreate "skus.create": "an administrator made a catalog entry";
     SkusUpdate "skus.update": "an administrator revised a catalog entry";
-    SkusActivate "skus.activate": "an approval of an activation";
-    SkusDeprecate "skus.deprecate": "a catalog entry was deprecated";
-    SkusDeactivate "skus.deactivate": "an approval of a deactivation";
+    SkusApprove "skus.approve": "one of the two approvals of a change of status";
+    SkusActivate "skus.activate": "both had approved: a catalog entry was activated";
+    SkusDeprecate "skus.deprecate": "both had approved: a catalog entry was deprecated";
+    SkusDeactivate "skus.deactivate": "both had approved: a catalog entry was deactivated";
+    SkusWithdrawApproval "skus.withdraw_approval": "an approval that waited was withdrawn by the opposite request";
+    SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
 
     SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
     SshKeysDelete "ssh_keys.delete": "a user deleted a key, or was refused";

@@ -1,6 +1,7 @@
 //! Who may ask what. Only [`authorize`] makes a [`Permit`], and no command can be asked without one. The rules stand in one
 //! table, so that they can be reviewed as text.
 
+use crate::commit::Footing;
 use crate::id::{NodeId, ServiceAccountId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -14,6 +15,44 @@ pub enum Role {
     Admin,
 }
 
+/// A role that is bound to a subject here, beside those of the token (decisions 3, *Scopes*).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PlatformRole {
+    PlatformOperations,
+    InventoryOwner,
+    BillingOperations,
+    Auditor,
+}
+
+impl PlatformRole {
+    pub const ALL: [Self; 4] = [Self::PlatformOperations, Self::InventoryOwner, Self::BillingOperations, Self::Auditor];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::PlatformOperations => "platform_operations",
+            Self::InventoryOwner => "inventory_owner",
+            Self::BillingOperations => "billing_operations",
+            Self::Auditor => "auditor",
+        }
+    }
+}
+
+impl fmt::Display for PlatformRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The platform roles of a subject as Postgres had them at this request. What is done in one of them is committed only if the
+/// bindings still are at the version that was read (I6).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    pub roles: BTreeSet<PlatformRole>,
+    pub from: Footing,
+}
+
 /// A person or program with a verified token.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caller {
@@ -23,6 +62,9 @@ pub struct Caller {
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
+    /// The platform roles, where the request needed one.
+    #[serde(default)]
+    pub grant: Option<Grant>,
     /// The service account that acts for the user, where it is not the user who asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_account: Option<ServiceAccountId>,
@@ -48,6 +90,23 @@ impl Principal {
     #[must_use]
     pub fn is_admin(&self) -> bool {
         matches!(self, Self::Caller(caller) if caller.roles.contains(&Role::Admin))
+    }
+
+    /// True where the role is bound to the caller, whom the identity provider has not put out either. A platform role is a person's:
+    /// no service account acts in it, so that nobody approves for two.
+    #[must_use]
+    pub fn holds(&self, role: PlatformRole) -> bool {
+        let granted = |caller: &Caller| caller.grant.as_ref().is_some_and(|grant| grant.roles.contains(&role));
+        matches!(self, Self::Caller(caller)
+            if !caller.roles.is_empty() && caller.service_account.is_none() && granted(caller))
+    }
+
+    /// What must not have changed when a command by this principal is committed: the bindings, where they alone allow the action.
+    #[must_use]
+    pub fn rests_on(&self, action: Action) -> Option<Footing> {
+        let Self::Caller(caller) = self else { return None };
+        let without = Self::Caller(Caller { grant: None, ..caller.clone() });
+        if authorize(&without, action).is_ok() { None } else { caller.grant.as_ref().map(|grant| grant.from) }
     }
 
     /// True where the principal is the user of that id.
@@ -77,6 +136,14 @@ pub enum Action {
     ManageNodes,
     /// Create and change catalog entries.
     ManageSkus,
+    /// See the whole catalog, with what waits for an approval.
+    SeeSkus,
+    /// Approve what changes a catalog entry's status. The machine wants two people, one in each role.
+    ApproveSkus,
+    /// Bind platform roles to subjects, and revoke them.
+    BindPlatformRoles,
+    /// Read the audit log.
+    ReadAudit,
     /// See every entity, the supervision tree and the cluster; restart what is parked.
     OperateRuntime,
     /// Retry or force a release that failed.
@@ -99,9 +166,13 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 15] = [
         Self::ManageNodes,
         Self::ManageSkus,
+        Self::SeeSkus,
+        Self::ApproveSkus,
+        Self::BindPlatformRoles,
+        Self::ReadAudit,
         Self::OperateRuntime,
         Self::RescueAllocations,
         Self::ManagePolicy,
@@ -115,22 +186,51 @@ impl Action {
 
     /// The rule of each action.
     const fn rule(self) -> Rule {
+        use PlatformRole::{Auditor, InventoryOwner, PlatformOperations};
         match self {
             Self::ManageNodes
             | Self::ManageSkus
             | Self::OperateRuntime
             | Self::RescueAllocations
             | Self::ManagePolicy => Rule::Admin,
+            Self::BindPlatformRoles => Rule::AdminInPerson,
+            Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
+            Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
+            Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }
     }
+
+    /// True where being an administrator is enough.
+    #[must_use]
+    pub const fn admits_administrators(self) -> bool {
+        match self.rule() {
+            Rule::Admin | Rule::AdminInPerson | Rule::AdminOr(_) | Rule::AnyRole => true,
+            Rule::OneOf(_) | Rule::Person | Rule::Node | Rule::System => false,
+        }
+    }
+
+    /// The platform roles each of which allows the action.
+    #[must_use]
+    pub const fn platform_roles(self) -> &'static [PlatformRole] {
+        match self.rule() {
+            Rule::AdminOr(roles) | Rule::OneOf(roles) => roles,
+            Rule::Admin | Rule::AdminInPerson | Rule::AnyRole | Rule::Person | Rule::Node | Rule::System => &[],
+        }
+    }
 }
 
 enum Rule {
     Admin,
+    /// An administrator, and no service account.
+    AdminInPerson,
+    /// An administrator, or somebody in one of these platform roles.
+    AdminOr(&'static [PlatformRole]),
+    /// Somebody in one of these platform roles; being an administrator is not enough.
+    OneOf(&'static [PlatformRole]),
     AnyRole,
     /// Any role, and no service account: what a person answers for with their own log-in.
     Person,
@@ -164,10 +264,13 @@ impl Permit {
 pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, Denied> {
     let allowed = match (action.rule(), principal) {
         (Rule::Admin, who) => who.is_admin(),
+        (Rule::AdminInPerson, Principal::Caller(caller)) => principal.is_admin() && caller.service_account.is_none(),
+        (Rule::AdminOr(roles), who) => who.is_admin() || roles.iter().any(|role| who.holds(*role)),
+        (Rule::OneOf(roles), who) => roles.iter().any(|role| who.holds(*role)),
         (Rule::AnyRole, Principal::Caller(caller)) => !caller.roles.is_empty(),
         (Rule::Person, Principal::Caller(caller)) => !caller.roles.is_empty() && caller.service_account.is_none(),
         (Rule::Node, Principal::Node(_)) | (Rule::System, Principal::System(_)) => true,
-        (Rule::AnyRole | Rule::Person | Rule::Node | Rule::System, _) => false,
+        (Rule::AdminInPerson | Rule::AnyRole | Rule::Person | Rule::Node | Rule::System, _) => false,
     };
     if allowed {
         Ok(Permit { principal: principal.clone(), action })
@@ -189,21 +292,24 @@ pub struct Denied {
 mod tests {
     use super::*;
     use std::fmt::Write as _;
+    use uuid::Uuid;
 
-    fn caller(roles: &[Role]) -> Principal {
+    fn caller(roles: &[Role], platform: &[PlatformRole]) -> Principal {
+        let footing = Footing { entity: Uuid::from_u128(1), version: 3 };
         Principal::Caller(Caller {
             user_id: "u".into(),
             roles: roles.iter().copied().collect(),
             org_id: None,
             project_id: None,
             plan: None,
+            grant: Some(Grant { roles: platform.iter().copied().collect(), from: footing }),
             service_account: None,
         })
     }
 
     fn account(roles: &[Role]) -> Principal {
-        let Principal::Caller(owner) = caller(roles) else { unreachable!() };
-        let service_account = Some(ServiceAccountId(uuid::Uuid::nil()));
+        let Principal::Caller(owner) = caller(roles, &PlatformRole::ALL) else { unreachable!() };
+        let service_account = Some(ServiceAccountId(Uuid::nil()));
         Principal::Caller(Caller { service_account, ..owner })
     }
 
@@ -216,33 +322,45 @@ mod tests {
 
     #[test]
     fn the_permission_matrix_is_as_reviewed() {
-        let who = [
-            ("nobody", caller(&[])),
-            ("user", caller(&[Role::User])),
-            ("admin", caller(&[Role::Admin])),
-            ("user's account", account(&[Role::User])),
-            ("admin's account", account(&[Role::Admin])),
-            ("node", Principal::Node(NodeId(uuid::Uuid::nil()))),
-            ("system", Principal::system("x")),
+        let mut who = vec![
+            ("nobody", caller(&[], &PlatformRole::ALL)),
+            ("user", caller(&[Role::User], &[])),
+            ("admin", caller(&[Role::Admin], &[])),
         ];
-        let mut table = String::new();
+        who.extend(PlatformRole::ALL.map(|role| (role.name(), caller(&[Role::User], &[role]))));
+        who.push(("user's account", account(&[Role::User])));
+        who.push(("admin's account", account(&[Role::Admin])));
+        who.push(("node", Principal::Node(NodeId(Uuid::nil()))));
+        who.push(("system", Principal::system("x")));
+        let width = Action::ALL.map(|action| format!("{action:?}").len()).into_iter().max().unwrap();
+        let names: Vec<_> = who.iter().map(|(name, _)| *name).collect();
+        let mut table = format!("{:width$}  {}\n", "", names.join("  "));
         for action in Action::ALL {
-            let allowed: Vec<_> =
-                who.iter().filter(|(_, p)| authorize(p, action).is_ok()).map(|(name, _)| *name).collect();
-            writeln!(table, "{action:?}: {}", allowed.join(", ")).unwrap();
+            let cell = |(name, principal): &(&str, Principal)| {
+                let mark = if authorize(principal, action).is_ok() { "yes" } else { "-" };
+                format!("{mark:width$}", width = name.len())
+            };
+            let cells: Vec<_> = who.iter().map(cell).collect();
+            writeln!(table, "{:width$}  {}", format!("{action:?}"), cells.join("  ").trim_end()).unwrap();
         }
-        insta::assert_snapshot!(table, @r"
-        ManageNodes: admin, admin's account
-        ManageSkus: admin, admin's account
-        OperateRuntime: admin, admin's account
-        RescueAllocations: admin, admin's account
-        ManagePolicy: admin, admin's account
-        Rent: user, admin, user's account, admin's account
-        Release: user, admin, user's account, admin's account
-        KeepKeys: user, admin, user's account, admin's account
-        KeepServiceAccounts: user, admin
-        SpeakForNode: node
-        Advance: system
-        ");
+        insta::assert_snapshot!("permission_matrix", table);
+    }
+
+    #[test]
+    fn what_a_platform_role_alone_allows_rests_on_its_bindings() {
+        let all = caller(&[Role::Admin], &PlatformRole::ALL);
+        let operator = caller(&[Role::User], &[PlatformRole::PlatformOperations]);
+        let footing = Some(Footing { entity: Uuid::from_u128(1), version: 3 });
+        assert_eq!(all.rests_on(Action::ApproveSkus), footing);
+        assert_eq!(all.rests_on(Action::SeeSkus), None, "an administrator may without");
+        assert_eq!(operator.rests_on(Action::SeeSkus), footing);
+        assert_eq!(operator.rests_on(Action::Rent), None);
+        assert_eq!(Principal::system("x").rests_on(Action::Advance), None);
+    }
+
+    #[test]
+    fn a_caller_of_the_release_before_is_understood() {
+        let before = r#"{"caller":{"user_id":"u","roles":["admin"],"org_id":null,"project_id":null,"plan":null}}"#;
+        assert!(serde_json::from_str::<Principal>(before).unwrap().is_admin());
     }
 }

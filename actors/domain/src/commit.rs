@@ -37,6 +37,16 @@ pub struct Commit {
     pub audit: Vec<Audit>,
     pub outbox: Vec<(EventId, Event)>,
     pub command: Option<CommandRecord>,
+    /// Others that must not have changed.
+    pub rests_on: Vec<Footing>,
+}
+
+/// Another entity at the version at which it was read. A transition that rests on it is written only while it is still at that
+/// version; otherwise it is a [`Outcome::Conflict`], and nothing was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Footing {
+    pub entity: Uuid,
+    pub version: i64,
 }
 
 /// A due time in the deadline index.
@@ -66,7 +76,8 @@ pub struct CommandRecord {
 pub enum Outcome {
     /// Durable.
     Applied,
-    /// The entity's version is another: it must be loaded and the command decided again.
+    /// The entity's version is another, or that of something that the transition rests on: it must be loaded and the command
+    /// decided again.
     Conflict,
     /// The command id was used before; nothing was written.
     Duplicate(Done),

@@ -62,6 +62,8 @@ typed_id! {
     CommandId,
     /// A running control-plane process.
     MemberId,
+    /// A platform role bound to a subject.
+    BindingId,
     /// The policy values of one scope.
     PolicyId,
     /// One policy value that was written.
@@ -105,6 +107,8 @@ kinds! {
     Sku = "sku": crate::sku::Sku,
     /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
     Tenant = "tenant": crate::tenant::Tenant,
+    /// The platform roles that are bound to one subject.
+    Bindings = "bindings": crate::bindings::Bindings,
     /// A program that acts for its owner, and the keys by which it is known.
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.

@@ -14,6 +14,7 @@ pub mod again;
 pub mod allocation;
 pub mod audit;
 pub mod authz;
+pub mod bindings;
 pub mod commit;
 pub mod event;
 pub mod id;
@@ -33,7 +34,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId, ServiceAccountId,
-    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
+    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

@@ -2,6 +2,7 @@
 
 use crate::audit::Audit;
 use crate::authz::{Action, Principal};
+use crate::commit::Footing;
 use crate::event::Event;
 use crate::id::{Kind, NodeId};
 use crate::policy::PolicyBook;
@@ -166,6 +167,8 @@ pub struct Step<M: Machine> {
     pub audit: Vec<Audit>,
     /// What is worth doing at once when the commit stands, and harmless to lose.
     pub effects: Vec<Effect>,
+    /// Others that the decision looked at and that must not have changed when it is committed.
+    pub rests_on: Vec<Footing>,
     pub reply: M::Reply,
     /// Kept in the history: why the entity is where it is.
     pub why: String,
@@ -181,12 +184,20 @@ pub struct Refused<M> {
 impl<M: Machine> Step<M> {
     /// The entity moves on to `next`.
     pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
-        Self { next: Some(next), events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: why.into() }
+        Self { next: Some(next), why: why.into(), ..Self::stay(reply) }
     }
 
     /// Nothing changes; only the answer is given.
     pub fn stay(reply: M::Reply) -> Self {
-        Self { next: None, events: Vec::new(), audit: Vec::new(), effects: Vec::new(), reply, why: String::new() }
+        Self {
+            next: None,
+            events: Vec::new(),
+            audit: Vec::new(),
+            effects: Vec::new(),
+            rests_on: Vec::new(),
+            reply,
+            why: String::new(),
+        }
     }
 
     #[must_use]
@@ -198,6 +209,12 @@ impl<M: Machine> Step<M> {
     #[must_use]
     pub fn audit(mut self, audit: Audit) -> Self {
         self.audit.push(audit);
+        self
+    }
+
+    #[must_use]
+    pub fn resting_on(mut self, footing: Footing) -> Self {
+        self.rests_on.push(footing);
         self
     }
 

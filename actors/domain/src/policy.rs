@@ -132,6 +132,7 @@ policy_keys! {
     NodeOfflineAfter = "node.offline_after_seconds": int(90, 10, 3600), "Silence after which a node counts as offline.";
     NodeCertificateTtl = "node.certificate_ttl_seconds": int(86_400, 30, 2_592_000), "Life of a node certificate.";
     NodeDrainOverdue = "node.drain_overdue_seconds": int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
+    SkuApprovalTtl = "sku.approval_ttl_seconds": int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 
 /// Keys that bound each other: the first is never over the second, for anybody, at any time.

@@ -1,16 +1,32 @@
 //! An entry of the SKU catalog: what a kind of machine consists of, where it may stand and what it costs (decisions 3, *SKU*).
 //!
-//! `draft → active → deprecated → inactive`, and back to active from either. Nodes and allocations refer to active entries alone.
+//! ```text
+//! draft ──activate──▶ active ──deprecate──▶ deprecated
+//!                      ▲ ▲│                 │ │
+//!                      │ └┼────activate─────┘ │
+//!                      │  └──deactivate──┐    │deactivate
+//!                      │                 ▼    ▼
+//!                      └──activate───── inactive
+//! ```
+//!
+//! Nodes are registered for active entries alone. A deprecated one can still be rented while its nodes last, and is not shown to
+//! those who look for something to rent. Every change of status needs two people's approval (`approval.rs`).
+
+mod approval;
+#[cfg(test)]
+mod tests;
 
 use crate::audit::{Audit, AuditAction};
-use crate::authz::Action;
+use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
 use crate::id::{EntityRef, Kind, SkuId};
-use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::money::Price;
 use crate::node::Promise;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+
+pub use approval::{Approve, InUse, Seen};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sku {
@@ -19,7 +35,11 @@ pub struct Sku {
     pub status: Status,
     /// Every price that it ever had, oldest first; the last one counts for new allocations.
     pub prices: Vec<PriceVersion>,
+    /// Those that led to its status: none of a draft, else two.
     pub approvals: Vec<Approval>,
+    /// The change that waits for a second approval.
+    #[serde(default)]
+    pub pending: Option<Pending>,
     pub created_at: Timestamp,
 }
 
@@ -46,12 +66,76 @@ pub struct PriceVersion {
     pub from: Timestamp,
 }
 
-/// One person's yes to a lifecycle change.
+/// One person's yes to a change of status, in one of the two roles that it needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Approval {
-    pub role: String,
-    pub actor: String,
+    pub change: Change,
+    pub role: PlatformRole,
+    /// The subject who gave it.
+    pub user_id: String,
     pub at: Timestamp,
+    pub reason: String,
+    /// Of a SKU in use that is to be deactivated: who is affected, and the way back.
+    pub impact_review: Option<String>,
+    pub rollback_plan: Option<String>,
+    /// Who referred to the SKU then.
+    pub in_use: InUse,
+}
+
+/// A change that one person wants. Another has until then.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pending {
+    pub first: Approval,
+    pub until: Timestamp,
+}
+
+/// What two people decide on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    Activate,
+    Deprecate,
+    Deactivate,
+}
+
+impl Change {
+    pub const ALL: [Self; 3] = [Self::Activate, Self::Deprecate, Self::Deactivate];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Activate => "activate",
+            Self::Deprecate => "deprecate",
+            Self::Deactivate => "deactivate",
+        }
+    }
+
+    /// The status that it leads to.
+    #[must_use]
+    pub const fn to(self) -> Status {
+        match self {
+            Self::Activate => Status::Active,
+            Self::Deprecate => Status::Deprecated,
+            Self::Deactivate => Status::Inactive,
+        }
+    }
+
+    /// Where it may begin.
+    const fn may_follow(self, status: Status) -> bool {
+        match self {
+            Self::Activate => matches!(status, Status::Draft | Status::Deprecated | Status::Inactive),
+            Self::Deprecate => matches!(status, Status::Active),
+            Self::Deactivate => matches!(status, Status::Active | Status::Deprecated),
+        }
+    }
+
+    const fn audited_as(self) -> AuditAction {
+        match self {
+            Self::Activate => AuditAction::SkusActivate,
+            Self::Deprecate => AuditAction::SkusDeprecate,
+            Self::Deactivate => AuditAction::SkusDeactivate,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,10 +162,16 @@ impl Status {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    Create { spec: Box<Spec>, price: Price },
-    Revise { price: Option<Price>, allowed_regions: Option<Vec<String>> },
-    Activate { reason: String },
-    Deactivate { reason: String },
+    Create {
+        spec: Box<Spec>,
+        price: Price,
+    },
+    Revise {
+        price: Option<Price>,
+        allowed_regions: Option<Vec<String>>,
+    },
+    /// One approval of a change of status.
+    Approve(Box<Approve>),
     Tick,
 }
 
@@ -90,17 +180,15 @@ impl machine::Command for Command {
         match self {
             Self::Create { .. } => "create",
             Self::Revise { .. } => "revise",
-            Self::Activate { .. } => "activate",
-            Self::Deactivate { .. } => "deactivate",
+            Self::Approve(approve) => approve.change.name(),
             Self::Tick => "tick",
         }
     }
 
     fn action(&self) -> Action {
         match self {
-            Self::Create { .. } | Self::Revise { .. } | Self::Activate { .. } | Self::Deactivate { .. } => {
-                Action::ManageSkus
-            }
+            Self::Create { .. } | Self::Revise { .. } => Action::ManageSkus,
+            Self::Approve(_) => Action::ApproveSkus,
             Self::Tick => Action::Advance,
         }
     }
@@ -115,6 +203,15 @@ pub enum Rejection {
     Exists,
     #[error("a SKU in status {status} cannot {command}")]
     WrongStatus { status: String, command: String },
+    /// The approver does not hold the role that they name, or neither of the two.
+    #[error("the approver does not hold {}", role.map_or("either role", PlatformRole::name))]
+    RoleNotHeld { role: Option<PlatformRole> },
+    /// A SKU in use is deactivated with this text alone.
+    #[error("the SKU is in use, and {field} is missing")]
+    ReviewMissing { field: String },
+    /// The SKU is not at the version beside which the world was looked at.
+    #[error("the SKU has changed since it was looked at")]
+    Moved,
 }
 
 impl Machine for Sku {
@@ -129,9 +226,8 @@ impl Machine for Sku {
             (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
             (Some(sku), Command::Revise { price, allowed_regions }) => Ok(sku.revise(price, allowed_regions, ctx)),
-            (Some(sku), Command::Activate { reason }) => sku.activate(&reason, ctx),
-            (Some(sku), Command::Deactivate { reason }) => sku.deactivate(&reason, ctx),
-            (Some(sku), Command::Tick) => Ok(Step::stay(Box::new(sku.clone()))),
+            (Some(sku), Command::Approve(approve)) => sku.approve(*approve, ctx),
+            (Some(sku), Command::Tick) => Ok(sku.expire(ctx)),
         }
     }
 
@@ -140,7 +236,7 @@ impl Machine for Sku {
     }
 
     fn deadline(&self) -> Option<Deadline> {
-        None
+        self.pending.as_ref().map(Pending::deadline)
     }
 
     fn keys(&self) -> Keys {
@@ -179,6 +275,7 @@ impl Sku {
             status: Status::Draft,
             prices: vec![PriceVersion { price, from: ctx.now }],
             approvals: Vec::new(),
+            pending: None,
             created_at: ctx.now,
         };
         let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
@@ -191,42 +288,18 @@ impl Sku {
             next.prices.push(PriceVersion { price, from: ctx.now });
         }
         next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
+        // Who approved, approved of what there was.
+        let differs = next != *self;
+        let withdrawn = if differs { next.pending.take() } else { None };
         let audit = self.audit(
             AuditAction::SkusUpdate,
-            json!({ "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions }),
+            json!({
+                "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions,
+                "withdrawn": withdrawn.map(|pending| pending.first),
+            }),
         );
         let reply = Box::new(next.clone());
         Step::to(next, reply, "revised by an administrator").audit(audit)
-    }
-
-    fn activate(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        match self.status {
-            Status::Active => Ok(Step::stay(Box::new(self.clone()))),
-            Status::Draft | Status::Deprecated | Status::Inactive => {
-                Ok(self.changed(Status::Active, AuditAction::SkusActivate, reason, ctx))
-            }
-        }
-    }
-
-    fn deactivate(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        match self.status {
-            Status::Inactive => Ok(Step::stay(Box::new(self.clone()))),
-            Status::Active | Status::Deprecated => {
-                Ok(self.changed(Status::Inactive, AuditAction::SkusDeactivate, reason, ctx))
-            }
-            Status::Draft => Err(Rejection::WrongStatus {
-                status: self.status.name().to_owned(),
-                command: Command::Deactivate { reason: String::new() }.name().to_owned(),
-            }),
-        }
-    }
-
-    fn changed(&self, to: Status, action: AuditAction, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let mut next = self.clone();
-        let from = self.status.name().to_owned();
-        next.status = to;
-        next.approvals.push(Approval { role: "admin".to_owned(), actor: ctx.by.to_string(), at: ctx.now });
-        next.said(Some(from), reason).audit(self.audit(action, json!({ "reason": reason })))
     }
 
     fn said(self, from: Option<String>, why: &str) -> Step<Self> {
@@ -237,119 +310,5 @@ impl Sku {
 
     fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
         Audit::new(action, EntityRef { kind: Kind::Sku, id: self.id.0 }, metadata)
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::authz::Principal;
-    use crate::policy::PolicyBook;
-    use std::fmt::Write as _;
-    use uuid::Uuid;
-
-    fn at(second: i64) -> Timestamp {
-        Timestamp::from_timestamp(second, 0).unwrap()
-    }
-
-    fn decide(state: Option<&Sku>, command: Command, now: i64) -> Result<Step<Sku>, Rejection> {
-        let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-        let id = Uuid::from_u128(1);
-        Sku::decide(
-            state,
-            command,
-            &Ctx {
-                now: at(now),
-                policy: &policy,
-                by: &by,
-                correlation_id: "c",
-                trace: crate::machine::Trace::default(),
-                seed: 7,
-                id,
-                version: 1,
-            },
-        )
-    }
-
-    fn create() -> Command {
-        let spec = Spec {
-            name: "h100x4".into(),
-            gpu_vendor: "nvidia".into(),
-            gpu_model: "H100".into(),
-            gpu_memory_mib: 80_000,
-            gpu_count: 4,
-            cpu_model: "x".into(),
-            cpu_cores: 64,
-            memory_mib: 512_000,
-            storage_gib: 4_000,
-            interconnect: None,
-            allowed_regions: vec!["eu".into()],
-        };
-        Command::Create { spec: Box::new(spec), price: Price::new("EUR", 100).unwrap() }
-    }
-
-    fn sku(status: Status) -> Sku {
-        Sku { status, ..decide(None, create(), 0).unwrap().next.unwrap() }
-    }
-
-    fn dearer() -> Command {
-        Command::Revise { price: Some(Price::new("EUR", 200).unwrap()), allowed_regions: None }
-    }
-
-    #[test]
-    fn every_command_in_every_status_does_what_was_reviewed() {
-        let reason = || "r".to_owned();
-        let mut table = String::new();
-        for status in [Status::Draft, Status::Active, Status::Deprecated, Status::Inactive] {
-            let commands = [
-                create(),
-                dearer(),
-                Command::Activate { reason: reason() },
-                Command::Deactivate { reason: reason() },
-                Command::Tick,
-            ];
-            for command in commands {
-                let name = command.name();
-                let outcome = match decide(Some(&sku(status)), command, 1) {
-                    Err(rejection) => format!("refused: {rejection}"),
-                    Ok(Step { next: None, .. }) => "stays".to_owned(),
-                    Ok(Step { next: Some(next), events, audit, .. }) => {
-                        let kept = serde_json::to_string(&next).unwrap();
-                        assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
-                        let said: Vec<_> = events.iter().map(Event::subject).collect();
-                        format!("-> {} | {} | audit {}", next.state(), said.join(", "), audit[0].action.as_str())
-                    }
-                };
-                writeln!(table, "{} {name}: {outcome}", status.name()).unwrap();
-            }
-        }
-        insta::assert_snapshot!(table);
-    }
-
-    #[test]
-    fn what_does_not_exist_can_only_be_created() {
-        assert_eq!(decide(None, dearer(), 0).err(), Some(Rejection::NotFound));
-        assert_eq!(decide(None, Command::Tick, 0).err(), Some(Rejection::NotFound));
-        let created = decide(None, create(), 0).unwrap().next.unwrap();
-        assert_eq!((created.state(), created.keys().unique_name.as_deref()), ("draft", Some("h100x4")));
-    }
-
-    #[test]
-    fn a_new_price_is_a_new_version_and_the_same_price_is_none() {
-        let revised = decide(Some(&sku(Status::Active)), dearer(), 5).unwrap().next.unwrap();
-        let versions: Vec<_> =
-            revised.prices.iter().map(|version| (version.price.amount_minor_per_gpu_hour, version.from)).collect();
-        assert_eq!(versions, [(100, at(0)), (200, at(5))]);
-        let again = decide(Some(&revised), dearer(), 9).unwrap().next.unwrap();
-        assert_eq!(again.prices, revised.prices);
-    }
-
-    #[test]
-    fn every_approval_is_kept_with_who_gave_it() {
-        let active =
-            decide(Some(&sku(Status::Draft)), Command::Activate { reason: "r".into() }, 3).unwrap().next.unwrap();
-        let approval = active.approvals.last().unwrap();
-        assert_eq!((approval.actor.as_str(), approval.at), ("system:test", at(3)));
     }
 }

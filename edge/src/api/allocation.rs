@@ -270,7 +270,7 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
         ));
     }
     let (sku, ssh_keys) =
-        tokio::try_join!(sku::active(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
+        tokio::try_join!(sku::rentable(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
     if let Some(region) = &new.region_code
         && !sku.spec.allowed_regions.iter().any(|allowed| **allowed == **region)
     {
@@ -278,7 +278,7 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
         return Err(ApiError::invalid_request(format!("The SKU is not offered in this region; it is in {regions}."))
             .detail("field", "region_code"));
     }
-    let price = sku.price().cloned().ok_or_else(|| ApiError::internal("an active SKU has no price"))?;
+    let price = sku.price().cloned().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
     let isolation_model =
         services.world.policy().text(Key::AllocationIsolationModel, &asking.scopes(), services.world.now());
     Ok(Request {

@@ -1,15 +1,17 @@
 //! From a request to a machine: who asks, under which correlation, until when, and what makes it repeatable.
 
-use actors::place::id_created_by;
+use actors::place::{id_created_by, id_of_name};
 use actors::{Answered, AskError, Asked};
 use axum::extract::{FromRequestParts, MatchedPath};
 use axum::http::{Method, request};
 use chrono::{DateTime, TimeDelta, Utc};
-use domain::authz::{self, Role, authorize};
+use domain::authz::{self, Action, Grant, Role, authorize};
+use domain::bindings::Bindings;
 use domain::machine::Command as _;
 use domain::policy::Scopes;
-use domain::{CommandId, Machine, Principal};
+use domain::{CommandId, Kind, Machine, Principal};
 use serde::Serialize;
+use std::marker::PhantomData;
 use uuid::Uuid;
 
 use crate::answer::{Explain, not_answered};
@@ -18,6 +20,8 @@ use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::idempotency::{COUNTERS, IdempotencyKey, Replayed, RequestLine};
 use crate::services::Services;
+
+use super::stored::find;
 
 /// How long a machine may take to answer.
 const ASK_WITHIN: TimeDelta = TimeDelta::seconds(8);
@@ -29,6 +33,30 @@ pub(crate) struct ByUser(pub(crate) Asking);
 
 /// A request by an administrator.
 pub(crate) struct ByAdmin(pub(crate) Asking);
+
+/// A request by somebody whom the table of permissions lets do `R`. Where the token's roles are not enough, the platform roles of the
+/// caller are read from Postgres, at every request.
+pub(crate) struct May<R> {
+    pub(crate) asking: Asking,
+    right: PhantomData<R>,
+}
+
+/// Names an [`Action`] in a handler's signature.
+pub(crate) trait Right {
+    const ACTION: Action;
+}
+
+macro_rules! rights {
+    ($($name:ident),+ $(,)?) => {$(
+        pub(crate) enum $name {}
+
+        impl Right for $name {
+            const ACTION: Action = Action::$name;
+        }
+    )+};
+}
+
+rights! { SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {
@@ -69,6 +97,42 @@ impl FromRequestParts<Services> for ByAdmin {
     }
 }
 
+impl<R: Right> FromRequestParts<Services> for May<R> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        let caller = within_limit(parts, services).await?;
+        let mut asking = Asking::of(caller, parts, services).await?;
+        let suffices = |asking: &Asking| authorize(&asking.principal(), R::ACTION);
+        if suffices(&asking).is_err() {
+            if !R::ACTION.platform_roles().is_empty() && asking.caller.service_account.is_none() {
+                asking.caller.grant = granted(services, &asking.caller.user_id).await?;
+            }
+            suffices(&asking).map_err(|denied| refusal(R::ACTION).because(denied))?;
+        }
+        Ok(Self { asking, right: PhantomData })
+    }
+}
+
+/// The platform roles of a subject, as Postgres has them now; `None` where it never had any.
+pub(super) async fn granted(services: &Services, subject: &str) -> Result<Option<Grant>, ApiError> {
+    let id = id_of_name(Kind::Bindings, subject);
+    Ok(find::<Bindings>(services, id).await?.map(|stored| stored.it.grant(id, stored.version)))
+}
+
+/// Names the roles that would be enough.
+fn refusal(action: Action) -> ApiError {
+    let roles: Vec<_> = action.platform_roles().iter().map(|role| role.name()).collect();
+    if roles.is_empty() {
+        return ApiError::forbidden("This route needs the role `admin`.");
+    }
+    let admin = if action.admits_administrators() { "the role `admin` or " } else { "" };
+    let roles = roles.join("` or `");
+    ApiError::forbidden(format!(
+        "This needs {admin}the platform role `{roles}`; ask an administrator to bind it to you."
+    ))
+}
+
 /// Whoever asks, known by their token and within the limit of the route's group.
 async fn within_limit(parts: &mut request::Parts, services: &Services) -> Result<Caller, ApiError> {
     let (policy, now) = (services.world.policy(), services.world.now());
@@ -104,6 +168,7 @@ fn known(caller: Caller) -> authz::Caller {
         org_id: caller.org_id,
         project_id: caller.project_id,
         plan: caller.plan,
+        grant: None,
         service_account: caller.acting.map(|acting| acting.account),
     }
 }

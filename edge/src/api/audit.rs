@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::ByAdmin;
+use super::asking::{May, ReadAudit};
 use super::field::{ActorName, AuditName};
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
@@ -82,7 +82,7 @@ pub(super) struct ChainPlace {
     responses((status = 200, description = "A page of the log.", body = Items<AuditEntry>)),
 )]
 pub(super) async fn log(
-    _: ByAdmin,
+    _: May<ReadAudit>,
     State(services): State<Services>,
     listing: Listing<Filter>,
 ) -> Result<Json<Items<AuditEntry>>, ApiError> {

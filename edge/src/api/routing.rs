@@ -37,6 +37,8 @@ pub(super) enum Who {
     User,
     /// With the role `admin`.
     Admin,
+    /// With a platform role that is bound here; being an administrator is not enough.
+    Bound,
     /// With the id and a key of a service account, in the form or by HTTP Basic (RFC 6749, section 2.3.1).
     Client,
     /// With the operator's own token for this route, where one is configured.
@@ -169,7 +171,7 @@ fn describe(operation: &mut Operation, row: &Row) {
             codes.extend([Code::Unauthenticated, Code::NotFound]);
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
-        Who::User | Who::Admin => {
+        Who::User | Who::Admin | Who::Bound => {
             codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
             operation.responses.responses.values_mut().for_each(describe_limit);
             operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());

@@ -1,6 +1,7 @@
 //! The SKU catalog: what kinds of machines there are, where, and at what price (decisions 3, *SKU*).
 
-use actors::Answered;
+mod approval;
+
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -14,10 +15,12 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{ByAdmin, ByUser, replayed};
+pub(super) use approval::*;
+
+use super::asking::{ByAdmin, ByUser, May, SeeSkus, replayed};
 use super::field::{
-    CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, Reason, RegionCode, SkuName, SkuRef, Statement,
-    StorageGib, set, set_or_none,
+    CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, RegionCode, SkuName, SkuRef, StorageGib, set,
+    set_or_none,
 };
 use super::ssh_key::NoFilter;
 use super::stored::{self, Stored, find};
@@ -82,26 +85,6 @@ pub(super) struct SkuChange {
     allowed_regions: Option<Vec<RegionCode>>,
 }
 
-/// One person's yes to a SKU's change of status.
-#[derive(Debug, Deserialize, Serialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct SkuDecision {
-    reason: Reason,
-    /// The platform role in which it is given. One administrator's word is enough until platform roles exist.
-    role: Option<ApprovalRole>,
-    /// For the deactivation of a SKU in use: who is affected.
-    impact_review: Option<Statement>,
-    /// For the deactivation of a SKU in use: the way back.
-    rollback_plan: Option<Statement>,
-}
-
-#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum ApprovalRole {
-    PlatformOperations,
-    InventoryOwner,
-}
-
 /// Which SKUs.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -134,6 +117,7 @@ pub(super) struct SkuView {
     allowed_regions: Vec<String>,
     /// What a new allocation pays; null only where it has none.
     price: Option<PriceView>,
+    /// The two that led to its status, and the one that waits for a second.
     approvals: Vec<ApprovalView>,
     created_at: DateTime<Utc>,
 }
@@ -163,14 +147,6 @@ pub(super) struct PriceView {
     amount_minor_per_gpu_hour: i64,
 }
 
-#[derive(Debug, Serialize, ToSchema)]
-#[schema(as = Approval)]
-pub(super) struct ApprovalView {
-    role: String,
-    actor: String,
-    at: DateTime<Utc>,
-}
-
 /// What can be rented: the active SKUs, oldest first.
 #[utoipa::path(
     get,
@@ -197,7 +173,7 @@ pub(super) async fn offered(
     responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: May<SeeSkus>,
     State(services): State<Services>,
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
@@ -233,7 +209,7 @@ pub(super) async fn create(
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn get(
-    _: ByAdmin,
+    _: May<SeeSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SkuView>, ApiError> {
@@ -265,51 +241,20 @@ pub(super) async fn revise(
     Ok(Json(view(&asking.ask::<Sku>(id, command, &change).await?.reply)))
 }
 
-/// Makes a SKU one that nodes and allocations may refer to.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
-    request_body = SkuDecision,
-    responses((status = 200, description = "The SKU.", body = SkuView)),
-)]
-pub(super) async fn activate(
-    ByAdmin(asking): ByAdmin,
-    Path(id): Path<Uuid>,
-    body::Json(decision): body::Json<SkuDecision>,
-) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Activate { reason: decision.reason.to_string() };
-    Ok(decided(&asking.ask::<Sku>(id, command, &decision).await?))
-}
-
-/// Takes a SKU out of the offer.
-///
-/// What runs goes on.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
-    request_body = SkuDecision,
-    responses((status = 200, description = "The SKU.", body = SkuView)),
-)]
-pub(super) async fn deactivate(
-    ByAdmin(asking): ByAdmin,
-    Path(id): Path<Uuid>,
-    body::Json(decision): body::Json<SkuDecision>,
-) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Deactivate { reason: decision.reason.to_string() };
-    Ok(decided(&asking.ask::<Sku>(id, command, &decision).await?))
-}
-
-fn decided(answered: &Answered<Box<Sku>>) -> impl IntoResponse + use<> {
-    (replayed(answered), Json(view(&answered.reply)))
-}
-
 /// The SKU that a request refers to by name or id, which must be active.
 pub(super) async fn active(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
+    one_of(services, name_or_id, &[Status::Active]).await
+}
+
+/// The same of a request to rent: a deprecated one serves as well, while its nodes last.
+pub(super) async fn rentable(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
+    one_of(services, name_or_id, &[Status::Active, Status::Deprecated]).await
+}
+
+async fn one_of(services: &Services, name_or_id: &SkuRef, admitted: &[Status]) -> Result<Sku, ApiError> {
     let row = services.reads.named(Kind::Sku, name_or_id).await?;
     let sku = row.as_ref().map(Stored::<Sku>::of).transpose()?.map(|stored| stored.it);
-    sku.filter(|sku| sku.status == Status::Active).ok_or_else(|| {
+    sku.filter(|sku| admitted.contains(&sku.status)).ok_or_else(|| {
         ApiError::invalid_request(
             "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are.",
         )
@@ -385,11 +330,6 @@ impl From<&Price> for PriceView {
 
 fn view(sku: &Sku) -> SkuView {
     let spec = sku.spec.clone();
-    let approval = |given: &domain::sku::Approval| ApprovalView {
-        role: given.role.clone(),
-        actor: given.actor.clone(),
-        at: given.at,
-    };
     SkuView {
         id: sku.id.0,
         name: spec.name,
@@ -406,7 +346,7 @@ fn view(sku: &Sku) -> SkuView {
         interconnect: spec.interconnect,
         allowed_regions: spec.allowed_regions,
         price: sku.price().map(PriceView::from),
-        approvals: sku.approvals.iter().map(approval).collect(),
+        approvals: approvals(sku),
         created_at: sku.created_at,
     }
 }

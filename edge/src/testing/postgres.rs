@@ -61,10 +61,16 @@ impl Postgres {
     }
 }
 
+impl Postgres {
+    /// SIGQUIT: at once and without a checkpoint, but with its backends.
+    pub(crate) fn stop(&self) {
+        let _ = Command::new("kill").args(["-QUIT", &self.child.id().to_string()]).status();
+    }
+}
+
 impl Drop for Postgres {
     fn drop(&mut self) {
-        // SIGQUIT: at once and without a checkpoint, but with its backends.
-        let _ = Command::new("kill").args(["-QUIT", &self.child.id().to_string()]).status();
+        self.stop();
         let _ = self.child.wait();
     }
 }

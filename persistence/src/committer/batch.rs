@@ -3,7 +3,7 @@
 use super::Sequences;
 use crate::outbox::OutboxRow;
 use domain::audit::Audit;
-use domain::commit::{CommandRecord, Commit, Done, Outcome};
+use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
 use sqlx::PgConnection;
@@ -196,6 +196,9 @@ impl Batch {
             .bind(self.events().map(|told| told.json).bind_iter())
             .bind(self.resting().bind_iter())
             .bind(self.each(|job| job.commit.tracestate.as_deref()).bind_iter())
+            .bind(self.footings().map(|(ord, _)| ord).bind_iter())
+            .bind(self.footings().map(|(_, footing)| footing.entity).bind_iter())
+            .bind(self.footings().map(|(_, footing)| footing.version).bind_iter())
             .fetch_all(connection)
             .await
     }
@@ -220,6 +223,10 @@ impl Batch {
     fn resting(&self) -> impl Iterator<Item = Uuid> {
         let rests = |job: &&Job| job.commit.timer.is_none() && job.commit.expected_version > 0;
         self.jobs.iter().filter(rests).map(|job| job.commit.entity.id)
+    }
+
+    fn footings(&self) -> impl Iterator<Item = (i64, &Footing)> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.rests_on.iter().map(move |footing| (ord, footing)))
     }
 
     /// Tells everyone what the statement's answer means for them, and gives what is to be published.

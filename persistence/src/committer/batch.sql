@@ -23,12 +23,23 @@ held AS MATERIALIZED (
 done AS MATERIALIZED (
     SELECT id, entity, digest, reply FROM command WHERE id = ANY ($20)
 ),
+-- What transitions rest on beside their own entity. The lock keeps it as it is until this batch is committed; one that came
+-- later has changed it before, and is seen here. Transitions whose footing is gone are `void`.
+footing AS MATERIALIZED (
+    SELECT id, version FROM entity WHERE id = ANY ($42::uuid[]) ORDER BY id FOR SHARE
+),
+void AS MATERIALIZED (
+    SELECT rests.ord
+    FROM unnest($41::bigint[], $42::uuid[], $43::bigint[]) AS rests (ord, id, version)
+    LEFT JOIN footing ON footing.id = rests.id AND footing.version = rests.version
+    WHERE footing.id IS NULL
+),
 ready AS MATERIALIZED (
     SELECT item.*
     FROM item
     JOIN held ON held.id = item.shard AND held.epoch = item.epoch
     LEFT JOIN done ON done.id = item.command_id
-    WHERE done.id IS NULL
+    WHERE done.id IS NULL AND NOT EXISTS (SELECT FROM void WHERE void.ord = item.ord)
 ),
 updated AS (
     UPDATE entity

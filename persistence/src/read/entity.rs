@@ -75,6 +75,15 @@ pub struct StateCount {
     pub count: u64,
 }
 
+/// Who refers to a SKU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InUse {
+    /// Nodes that are not removed.
+    pub nodes: u64,
+    /// Allocations that are not released.
+    pub allocations: u64,
+}
+
 const COLUMNS: &str =
     "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at FROM entity";
 
@@ -165,6 +174,28 @@ impl Reads {
             Ok(NodeRow { node: NodeId(row.try_get(0)?), version: row.try_get(1)?, body: row.try_get(2)? })
         };
         rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the nodes of a SKU")
+    }
+
+    /// Who refers to a SKU. Allocations are counted where they are held: on the SKU's nodes, or, while they look for one, among those
+    /// that wait; so the released ones, of which there is no end, are not looked at.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn in_use(&self, sku: SkuId) -> Result<InUse, StoreError> {
+        let row: Result<(i64, i64, i64), _> = sqlx::query_as(
+            "SELECT count(*), coalesce(sum(held.count), 0)::bigint,
+                    (SELECT count(*) FROM deadline JOIN entity AS waiting ON waiting.id = deadline.entity
+                     WHERE deadline.kind = 'allocation' AND waiting.sku = $1 AND waiting.state = 'requested')
+             FROM entity AS node CROSS JOIN LATERAL (
+                 SELECT count(*) FROM jsonb_each(node.body->'holds') AS hold WHERE hold.value->'phase'->>'phase' <> 'abandoned'
+             ) AS held
+             WHERE node.kind = 'node' AND node.sku = $1 AND node.state <> 'removed'",
+        )
+        .bind(sku.0)
+        .fetch_one(&self.pool)
+        .await;
+        let (nodes, held, waiting) = row.doing("counting who refers to a SKU")?;
+        Ok(InUse { nodes: nodes.unsigned_abs(), allocations: (held + waiting).unsigned_abs() })
     }
 
     /// The entity of a kind that has this unique name, or this id in text form (a node's or allocation's `sku` is either).

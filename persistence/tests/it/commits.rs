@@ -1,7 +1,7 @@
 //! Every outcome of a commit, and that nothing is written beside a transition that did not pass.
 
 use crate::world::{World, at, bare, command, create, event, next};
-use domain::commit::{Commit, Done, Epoch, Outcome};
+use domain::commit::{Commit, Done, Epoch, Footing, Outcome};
 use domain::id::{EventId, Kind, MemberId, Shard};
 use domain::machine::Keys;
 use sqlx::Row;
@@ -76,6 +76,46 @@ async fn another_version_is_a_conflict_and_writes_nothing() {
     assert_eq!(world.commit(&foreign).await, Outcome::Conflict, "another kind under the id");
     assert_eq!(world.rows().await, before);
     assert_eq!((world.counted("applied"), world.counted("conflict")), (1, 4));
+}
+
+#[tokio::test]
+async fn what_rests_on_another_passes_only_while_the_other_is_as_it_was_read() {
+    let world = World::new().await;
+    let right = create(1);
+    world.commit(&right).await;
+    let on = |version: i64| vec![Footing { entity: right.entity.id, version }];
+    let before = world.rows().await;
+    for gone in [on(0), on(2), vec![Footing { entity: Uuid::new_v4(), version: 1 }], [on(1), on(2)].concat()] {
+        assert_eq!(world.commit(&Commit { rests_on: gone, ..create(2) }).await, Outcome::Conflict);
+    }
+    assert_eq!(world.rows().await, before);
+    assert_eq!(world.commit(&Commit { rests_on: on(1), ..create(2) }).await, Outcome::Applied);
+    world.commit(&next(&right)).await;
+    assert_eq!(world.commit(&Commit { rests_on: on(1), ..create(3) }).await, Outcome::Conflict);
+    // In one batch with others, it falls alone.
+    let together = [create(4), Commit { rests_on: on(1), ..create(5) }, Commit { rests_on: on(2), ..create(6) }];
+    let outcomes = world.commit_all(&together).await;
+    assert_eq!(outcomes, [Outcome::Applied, Outcome::Conflict, Outcome::Applied]);
+}
+
+#[tokio::test]
+async fn a_change_of_what_is_rested_on_that_is_under_way_is_waited_for() {
+    let world = World::new().await;
+    let right = create(1);
+    world.commit(&right).await;
+    let rests_on = vec![Footing { entity: right.entity.id, version: 1 }];
+    // Another member takes the right away and has not committed yet.
+    let mut revoking = world.pool().begin().await.unwrap();
+    sqlx::query("UPDATE entity SET version = version + 1 WHERE id = $1")
+        .bind(right.entity.id)
+        .execute(&mut *revoking)
+        .await
+        .unwrap();
+    let committer = world.committer.clone();
+    let acting = tokio::spawn(async move { committer.commit(Commit { rests_on, ..create(2) }).await });
+    world.until_blocked(1).await;
+    revoking.commit().await.unwrap();
+    assert_eq!(acting.await.unwrap(), Outcome::Conflict);
 }
 
 #[tokio::test]

@@ -1,11 +1,13 @@
 //! What is read is what was committed.
 
 use crate::world::{World, at, bare, create, event, next};
+use domain::authz::PlatformRole;
+use domain::bindings::{Binding, Bindings};
 use domain::commit::{Commit, Snapshot, Timer};
-use domain::id::{EntityRef, EventId, Kind, NodeId, PolicyId, Shard, SkuId};
+use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, SkuId};
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
-use persistence::read::{AuditFilter, Cursor, ListFilter, PolicyFilter};
+use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
 use std::time::Duration;
 use uuid::Uuid;
 
@@ -298,4 +300,58 @@ async fn policy_values_are_listed_by_key_and_scope_without_what_is_superseded() 
     assert_eq!(list(of_kind("global")).await, global);
     assert_eq!(list(of_kind("user_id")).await, all[3..]);
     assert_eq!(list(of_kind("plan")).await, []);
+}
+
+#[tokio::test]
+async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
+    let world = World::new().await;
+    let binding = |n: u128, ms: i64| Binding {
+        id: BindingId(Uuid::from_u128(n)),
+        bound_by: "user:root".into(),
+        bound_at: at(ms),
+        reason: "r".into(),
+    };
+    let commit = |n: u32, subject: &str, roles: &[(PlatformRole, Binding)]| {
+        let bindings = Bindings { subject: subject.to_owned(), roles: roles.iter().cloned().collect() };
+        let mut commit = Commit {
+            snapshot: serde_json::to_string(&bindings).unwrap(),
+            keys: Keys { owner: Some(subject.to_owned()), ..Keys::default() },
+            ..bare(create(n))
+        };
+        commit.entity.kind = Kind::Bindings;
+        commit
+    };
+    let (auditor, owner) = (PlatformRole::Auditor, PlatformRole::InventoryOwner);
+    world
+        .commit_all(&[
+            commit(1, "ann", &[(auditor, binding(1, 5)), (owner, binding(2, 0))]),
+            commit(2, "bob", &[(auditor, binding(3, 0))]),
+            commit(3, "eve", &[]),
+        ])
+        .await;
+    // What a newer release wrote is left out.
+    sqlx::query(
+        "UPDATE entity SET body = jsonb_set(body, '{roles,king}', body->'roles'->'auditor') WHERE owner = 'bob'",
+    )
+    .execute(world.pool())
+    .await
+    .unwrap();
+    let listed = async |filter: BindingFilter| {
+        let (mut all, mut after) = (Vec::new(), None);
+        loop {
+            let page = world.reads().bindings(&filter, after, 1).await.unwrap();
+            all.extend(page.items.into_iter().map(|row| (row.subject, row.role, row.binding.id.0.as_u128())));
+            after = page.next;
+            if after.is_none() {
+                break all;
+            }
+        }
+    };
+    let (ann, bob) = (|| "ann".to_owned(), || "bob".to_owned());
+    let everything = [(ann(), owner, 2), (bob(), auditor, 3), (ann(), auditor, 1)];
+    assert_eq!(listed(BindingFilter::default()).await, everything);
+    let of_ann = BindingFilter { subject: Some(ann()), role: None };
+    assert_eq!(listed(of_ann).await, [(ann(), owner, 2), (ann(), auditor, 1)]);
+    let auditors = BindingFilter { subject: None, role: Some(auditor) };
+    assert_eq!(listed(auditors).await, [(bob(), auditor, 3), (ann(), auditor, 1)]);
 }

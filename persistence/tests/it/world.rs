@@ -149,6 +149,7 @@ pub(crate) fn create(n: u32) -> Commit {
         audit: vec![Audit::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         command: Some(command(None)),
+        rests_on: Vec::new(),
     }
 }
 

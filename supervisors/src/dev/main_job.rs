@@ -13,6 +13,9 @@ use super::api::{Api, gone_wrong};
 use super::files;
 
 const REGION: &str = "dev-1";
+/// The platform roles whose holders decide on SKUs together.
+const OPERATIONS: &str = "platform_operations";
+const OWNER: &str = "inventory_owner";
 /// Enrolment, the first poll and the check of the inventory.
 const ONBOARDS_WITHIN: Duration = Duration::from_secs(60);
 const PROVISIONS_WITHIN: Duration = Duration::from_secs(60);
@@ -23,15 +26,19 @@ pub trait Listener {
     fn done(&self, step: &str, took: Duration);
 }
 
-/// The two people of the main job, and where its steps are told.
+/// The people of the main job, and where its steps are told.
 pub struct MainJob<'a> {
     pub admin: &'a Api,
+    /// A SKU is not offered on one person's word.
+    pub second_admin: &'a Api,
+    /// The tokens' `sub` of the two administrators.
+    pub admin_subjects: [String; 2],
     pub user: &'a Api,
     pub listener: &'a dyn Listener,
 }
 
 impl MainJob<'_> {
-    /// Puts a SKU for these agents into the catalog and activates it. Returns its name.
+    /// Puts a SKU for these agents into the catalog and has it activated by both administrators. Returns its name.
     pub async fn offer(&self, agents: &AgentSettings) -> anyhow::Result<String> {
         let begin = Instant::now();
         let gpus = &agents.gpus;
@@ -50,16 +57,34 @@ impl MainJob<'_> {
         let id = text(&created, "id")?;
         self.listener.done(&format!("SKU {name} created ({id})"), begin.elapsed());
 
+        self.bind_roles().await?;
         let begin = Instant::now();
-        let path = format!("/api/v1/admin/skus/{id}");
-        self.admin.post(&format!("{path}/activate"), &json!({ "reason": "the main job needs it" })).await?;
+        let path = format!("/api/v1/admin/skus/{id}/activate");
+        for (approver, role) in [(self.admin, OPERATIONS), (self.second_admin, OWNER)] {
+            let approval = json!({ "reason": "the main job needs it", "role": role });
+            let sku = approver.post(&path, &approval).await?;
+            let status = text(&sku, "status")?;
+            self.listener.done(&format!("SKU {name} approved in role {role}: {status}"), begin.elapsed());
+        }
+        let begin = Instant::now();
         self.admin
-            .wait_for(&path, "the SKU is active", Duration::from_secs(10), |sku| {
+            .wait_for(&format!("/api/v1/admin/skus/{id}"), "the SKU is active", Duration::from_secs(10), |sku| {
                 Ok((sku["status"] == "active").then_some(()))
             })
             .await?;
         self.listener.done(&format!("SKU {name} active"), begin.elapsed());
         Ok(name)
+    }
+
+    /// Gives each administrator the platform role in which they approve SKUs.
+    async fn bind_roles(&self) -> anyhow::Result<()> {
+        for (subject, role) in self.admin_subjects.iter().zip([OPERATIONS, OWNER]) {
+            let begin = Instant::now();
+            let binding = json!({ "subject": subject, "role": role, "reason": "the main job needs it" });
+            self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await?;
+            self.listener.done(&format!("platform role {role} bound to {subject}"), begin.elapsed());
+        }
+        Ok(())
     }
 
     /// Registers a node, issues its enrollment token, starts its agent and waits until the node is active.

@@ -10,6 +10,7 @@ import uuid
 from gpuaas_api import AuthenticatedClient
 from gpuaas_api.api.allocation import allocation_create, allocation_get, allocation_release
 from gpuaas_api.api.node import node_create, node_get, node_issue_token
+from gpuaas_api.api.platform_role import platform_role_bind
 from gpuaas_api.api.sku import sku_activate, sku_create, sku_get
 from gpuaas_api.api.ssh_key import ssh_key_add
 from gpuaas_api.models import (
@@ -17,6 +18,7 @@ from gpuaas_api.models import (
     AllocationState,
     Error,
     NewAllocation,
+    NewBinding,
     NewCpu,
     NewGpu,
     NewNode,
@@ -27,6 +29,8 @@ from gpuaas_api.models import (
     Node,
     NodeState,
     OnboardingMode,
+    PlatformRoleBinding,
+    PlatformRoleName,
     Sku,
     SkuDecision,
     SkuStatus,
@@ -76,8 +80,13 @@ new_sku = NewSku(
     price=NewPrice(currency="USD", amount_minor_per_gpu_hour=250),
 )
 sku = expect(Sku, sku_create.sync(client=admin, body=new_sku, idempotency_key=once()))
+roles = [PlatformRoleName.PLATFORM_OPERATIONS, PlatformRoleName.INVENTORY_OWNER]
+for variable, role in zip(["ADMIN_SUBJECT", "ADMIN_SUBJECT_2"], roles):
+    binding = NewBinding(subject=os.environ[variable], role=role, reason="the main job")
+    expect(PlatformRoleBinding, platform_role_bind.sync(client=admin, body=binding, idempotency_key=once()))
 decision = SkuDecision(reason="offered")
-expect(Sku, sku_activate.sync(sku.id, client=admin, body=decision, idempotency_key=once()))
+for approver in [admin, other_admin]:
+    expect(Sku, sku_activate.sync(sku.id, client=approver, body=decision, idempotency_key=once()))
 wait_until(lambda: sku_get.sync(sku.id, client=admin), lambda it: it.status == SkuStatus.ACTIVE, "the SKU is active")
 
 new_node = NewNode(

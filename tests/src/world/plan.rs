@@ -153,7 +153,8 @@ impl Plan {
             let ca = authority.certificate_path();
             Ok(Client::new(ca, &settings.public_url, Some(token.expose_secret().to_owned())))
         };
-        let (admin, user, other_user) = (caller("admin")?, caller("user")?, caller("user2")?);
+        let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
+        let (user, other_user) = (caller("user")?, caller("user2")?);
         secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
@@ -170,6 +171,7 @@ impl Plan {
             authority,
             pool,
             admin,
+            second_admin,
             user,
             other_user,
             agent_settings,

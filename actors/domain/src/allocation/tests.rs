@@ -26,6 +26,7 @@ fn person(user_id: &str, role: Role) -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     })
 }

@@ -34,6 +34,7 @@ fn admin() -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     })
 }

@@ -12,6 +12,7 @@ fn person(user_id: &str, roles: &[Role]) -> Principal {
         org_id: Some("acme".into()),
         project_id: None,
         plan: Some("gold".into()),
+        grant: None,
         service_account: None,
     })
 }

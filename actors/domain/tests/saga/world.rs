@@ -65,6 +65,7 @@ fn person(user_id: &str, role: Role) -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     })
 }
@@ -133,7 +134,7 @@ impl World {
             id,
             version: i64::from(state.is_some()),
         };
-        let Step { next, events, audit, effects: _, reply, why } = M::decide(state, command, &ctx)?;
+        let Step { next, events, audit, effects: _, rests_on: _, reply, why } = M::decide(state, command, &ctx)?;
         let Some(next) = next else {
             assert!(events.is_empty() && audit.is_empty(), "what is not written is lost");
             return Ok((None, reply));

@@ -2,13 +2,15 @@
 
 use super::*;
 use domain::allocation::{self, Failure, Placed};
+use domain::authz::{Caller, Grant, PlatformRole};
+use domain::commit::Footing;
 use domain::event::Device;
 use domain::machine::Ctx;
 use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
 use domain::node::{Registration, Seen, TokenCause, Verdict, What, Work};
 use domain::policy::PolicyBook;
-use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, sku, tenant};
-use domain::{allocation::Allocation, node::Node, sku::Sku, tenant::Tenant};
+use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, bindings, sku, tenant};
+use domain::{allocation::Allocation, bindings::Bindings, node::Node, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
 
@@ -289,7 +291,17 @@ fn of_a_node() {
 
 #[test]
 fn of_a_sku() {
-    use sku::{Command, Rejection, Spec};
+    use sku::{Approve, Change, Command, InUse, Rejection, Seen, Spec};
+    let from = Footing { entity: ALLOCATION, version: 3 };
+    let first = Some(Grant { roles: [PlatformRole::PlatformOperations].into(), from });
+    let approve = |change, role| Approve {
+        change,
+        reason: text(),
+        role,
+        impact_review: Some(text()),
+        rollback_plan: None,
+        seen: Seen { version: 7, in_use: InUse { nodes: 1, allocations: 2 }, first: first.clone() },
+    };
     let spec = Spec {
         name: "h100".into(),
         gpu_vendor: "nvidia".into(),
@@ -310,12 +322,20 @@ fn of_a_sku() {
         create,
         Command::Revise { price: Some(price), allowed_regions: Some(Vec::new()) },
         Command::Revise { price: None, allowed_regions: None },
-        Command::Activate { reason: text() },
-        Command::Deactivate { reason: text() },
+        Command::Approve(Box::new(approve(Change::Activate, None))),
+        Command::Approve(Box::new(approve(Change::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,
     ];
-    let wrong = Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() };
-    survives::<Sku>(commands, [reply], [Rejection::NotFound, Rejection::Exists, wrong]);
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
+        Rejection::RoleNotHeld { role: Some(PlatformRole::InventoryOwner) },
+        Rejection::RoleNotHeld { role: None },
+        Rejection::ReviewMissing { field: text() },
+        Rejection::Moved,
+    ];
+    survives::<Sku>(commands, [reply], rejections);
 }
 
 #[test]
@@ -353,6 +373,21 @@ fn of_a_tenant() {
         Rejection::TooManyServiceAccounts { limit: 20 },
     ];
     survives::<Tenant>(commands, [reply, Reply::Done], rejections);
+}
+
+#[test]
+fn of_bindings() {
+    use bindings::{Command, Rejection, Reply};
+    let role = PlatformRole::Auditor;
+    let bind = Command::Bind { subject: "ann".into(), role, reason: text() };
+    let (_, reply) = decided::<Bindings>(None, bind.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let commands = vec![
+        bind,
+        Command::Revoke { role, reason: Some(text()) },
+        Command::Revoke { role, reason: None },
+        Command::Tick,
+    ];
+    survives::<Bindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
 }
 
 #[test]
@@ -414,7 +449,10 @@ fn of_a_scopes_policy_values() {
 
 #[test]
 fn of_whoever_asks() {
-    let permit = authorize(&user("ann", &[Role::User, Role::Admin]), Action::Rent).unwrap();
+    let Principal::Caller(caller) = user("ann", &[Role::User, Role::Admin]) else { unreachable!() };
+    let from = Footing { entity: ALLOCATION, version: 3 };
+    let grant = Some(Grant { roles: [PlatformRole::Auditor].into(), from });
+    let permit = authorize(&Principal::Caller(Caller { grant, ..caller }), Action::Rent).unwrap();
     let asked = Asked::new(&permit, "c", at())
         .once(key("k"))
         .urgently()

@@ -185,6 +185,7 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
             "User" => assert_eq!(statuses.map(refused), [true, true, true, false, false], "{route}"),
             "Admin" => assert_eq!(statuses.map(refused), [true, true, true, true, false], "{route}"),
             "Internal" => assert_eq!(statuses, [401; 5], "{route}"),
+            "Bound" => assert_eq!(statuses.map(refused), [true; 5], "{route}"),
             other => panic!("{other}"),
         }
     }

@@ -112,6 +112,7 @@ fn world_admin() -> domain::authz::Caller {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     }
 }

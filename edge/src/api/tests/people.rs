@@ -10,11 +10,11 @@ async fn operators_see_where_an_entity_is_and_how_it_came_there() {
     let path = format!("/api/v1/admin/runtime/entities/sku/{sku}");
     let seen = world.get(&path).admin().send().await;
     let report = seen.is(200);
-    assert_eq!((report["entity"]["state"].as_str(), report["entity"]["version"].as_i64()), (Some("active"), Some(2)));
+    assert_eq!((report["entity"]["state"].as_str(), report["entity"]["version"].as_i64()), (Some("active"), Some(3)));
     let commands: Vec<_> =
         report["history"].as_array().unwrap().iter().map(|row| row["command"].as_str().unwrap()).collect();
-    assert_eq!(commands, ["activate", "create"]);
-    assert_eq!(report["history"][0]["actor"], "user:root");
+    assert_eq!(commands, ["activate", "activate", "create"]);
+    assert_eq!(report["history"][0]["actor"], "user:owner");
     assert_eq!(report["history"][0]["correlation_id"], "test");
     world.post(&format!("{path}/restart")).admin().send().await.is(200);
     world.get("/api/v1/admin/runtime/tree?kind=node&limit=5").admin().send().await.is(200);

@@ -20,7 +20,7 @@ async fn a_repeated_request_gets_the_first_answer() {
     assert_eq!(spaced.send().await.is(201), &sku.body);
     create("other").send().await.refused(422, "idempotency_key_reused");
     let path = format!("/api/v1/admin/skus/{}", sku.body["id"].as_str().unwrap());
-    world.post(&format!("{path}/activate")).admin().json(&json!({"reason": "x"})).send().await.is(200);
+    world.decide(&format!("{path}/activate"), &json!({"reason": "x"})).await.is(200);
 
     let register = |body: &serde_json::Value| world.post("/api/v1/admin/nodes").admin().key("node").json(body);
     let node = register(&node_body("h100x4", 4)).send().await;

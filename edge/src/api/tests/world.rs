@@ -7,6 +7,7 @@ use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::rate_limit::RateLimiter;
@@ -74,7 +75,7 @@ pub(super) struct World {
     identities: Provider,
     placing: Arc<Mutex<Placing>>,
     clock: Arc<Watch>,
-    _postgres: Postgres,
+    postgres: Postgres,
 }
 
 /// What came back.
@@ -228,6 +229,7 @@ impl World {
             sampling: telemetry::Sampling::NEVER,
             stats_token: InternalToken::new(STATS_TOKEN),
             trust: trust(),
+            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
@@ -240,7 +242,7 @@ impl World {
         book.set(Key::RateLimitApi, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000)).unwrap();
         clock.policy.store(Arc::new(book));
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
-        Self { services, router, identities, placing, clock, _postgres: postgres }
+        Self { services, router, identities, placing, clock, postgres }
     }
 
     pub(super) fn call(&self, method: Method, path: &str) -> Call<'_> {
@@ -261,6 +263,11 @@ impl World {
         self.identities.token(user, roles)
     }
 
+    /// From here on nothing can be read or written.
+    pub(super) fn stop_postgres(&self) {
+        self.postgres.stop();
+    }
+
     pub(super) fn places(&self, placing: Placing) {
         *self.placing.lock().unwrap() = placing;
     }
@@ -271,13 +278,26 @@ impl World {
         self.clock.policy.store(Arc::new(book));
     }
 
+    /// Binds a platform role, as `root`.
+    pub(super) async fn bind(&self, subject: &str, role: &str) -> Answer {
+        let binding = json!({"subject": subject, "role": role, "reason": "a test"});
+        self.post("/api/v1/admin/platform-roles/bindings").admin().json(&binding).send().await
+    }
+
     /// An active SKU, by id.
     pub(super) async fn sku(&self, name: &str, gpus: u32) -> String {
         let created = self.post("/api/v1/admin/skus").admin().json(&sku_body(name, gpus)).send().await;
         let id = created.is(201)["id"].as_str().unwrap().to_owned();
-        let path = format!("/api/v1/admin/skus/{id}/activate");
-        self.post(&path).admin().json(&json!({"reason": "a test"})).send().await.is(200);
+        self.decide(&format!("/api/v1/admin/skus/{id}/activate"), &json!({"reason": "a test"})).await.is(200);
         id
+    }
+
+    /// Both approvals of a SKU's change: of `root` in role `platform_operations` and of `owner` in role `inventory_owner`.
+    pub(super) async fn decide(&self, path: &str, decision: &Value) -> Answer {
+        self.bind("root", "platform_operations").await;
+        self.bind("owner", "inventory_owner").await;
+        self.post(path).admin().json(decision).send().await.is(202);
+        self.post(path).user("owner").json(decision).send().await
     }
 
     /// A registered node of the SKU.

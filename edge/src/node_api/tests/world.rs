@@ -6,6 +6,7 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::node_ca::NodeCa;
+use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::rate_limit::RateLimiter;
@@ -175,6 +176,7 @@ impl World {
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
             stats_token: None,
+            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             trust: Trust {
                 domain: domain.clone(),
                 node_ca,
@@ -412,6 +414,7 @@ pub(super) fn admin() -> Principal {
         org_id: None,
         project_id: None,
         plan: None,
+        grant: None,
         service_account: None,
     })
 }

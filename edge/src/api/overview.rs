@@ -1,0 +1,69 @@
+//! The whole service at a glance (decisions 7, *overview*). What money there is to show comes with billing.
+
+use axum::Json;
+use axum::extract::State;
+use chrono::{DateTime, Utc};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::asking::ByAdmin;
+use crate::error::ApiError;
+use crate::runtime::TreeFilter;
+use crate::services::Services;
+
+/// What there is, and what needs an operator.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Overview {
+    at: DateTime<Utc>,
+    /// How many there are of each kind in each state.
+    entities_by_kind: BTreeMap<String, BTreeMap<String, u64>>,
+    gpus: Vec<GpuOverview>,
+    /// Entities past their deadline.
+    overdue: u64,
+    /// Entities that failed too often, on the members that answered.
+    parked: u64,
+    /// Members that live and did not answer in time.
+    silent_members: Vec<Uuid>,
+}
+
+/// The GPUs of one SKU in one region.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct GpuOverview {
+    sku_id: Uuid,
+    sku: String,
+    region_code: String,
+    /// Nodes that are not removed, nor about to be.
+    nodes: u64,
+    gpus_total: u64,
+    /// Set aside for an allocation, or not proved clean after one.
+    gpus_held: u64,
+    /// What new allocations could get together.
+    gpus_free: u64,
+}
+
+/// The whole service at a glance.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The overview.", body = Overview)))]
+pub(super) async fn overview(_: ByAdmin, State(services): State<Services>) -> Result<Json<Overview>, ApiError> {
+    let summary = services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() });
+    let gpus = async { services.reads.gpus().await.map_err(ApiError::from) };
+    let (summary, gpus) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus)?;
+    let shown = |of: persistence::read::GpuCount| GpuOverview {
+        sku_id: of.sku_id.0,
+        sku: of.sku,
+        region_code: of.region_code,
+        nodes: of.nodes,
+        gpus_total: of.total,
+        gpus_held: of.held,
+        gpus_free: of.free,
+    };
+    Ok(Json(Overview {
+        at: services.world.now(),
+        entities_by_kind: summary.entities_by_kind,
+        gpus: gpus.into_iter().map(shown).collect(),
+        overdue: summary.overdue,
+        parked: summary.parked,
+        silent_members: summary.silent,
+    }))
+}

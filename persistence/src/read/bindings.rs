@@ -1,0 +1,68 @@
+//! Who holds which platform role.
+
+use super::entity::Cursor;
+use super::{Page, Reads, one_more};
+use crate::error::{Doing, StoreError};
+use domain::authz::PlatformRole;
+use domain::bindings::Binding;
+use sqlx::postgres::PgRow;
+use sqlx::types::Json;
+use sqlx::{Postgres, QueryBuilder, Row};
+
+/// One role of one subject.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BindingRow {
+    pub subject: String,
+    pub role: PlatformRole,
+    pub binding: Binding,
+}
+
+/// Which of them. What is `None` admits all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BindingFilter {
+    pub subject: Option<String>,
+    pub role: Option<PlatformRole>,
+}
+
+impl Reads {
+    /// Bindings, the oldest first. A role that a newer release knows is left out.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn bindings(
+        &self,
+        filter: &BindingFilter,
+        after: Option<Cursor>,
+        limit: u32,
+    ) -> Result<Page<BindingRow, Cursor>, StoreError> {
+        let roles: Vec<_> = filter.role.map_or(PlatformRole::ALL.to_vec(), |role| vec![role]);
+        let roles: Vec<_> = roles.into_iter().map(PlatformRole::name).collect();
+        let mut query = QueryBuilder::<Postgres>::new(
+            "SELECT owner, role, binding FROM (
+                 SELECT owner, held.key AS role, held.value AS binding, (held.value->>'bound_at')::timestamptz AS bound_at,
+                        (held.value->>'id')::uuid AS id
+                 FROM entity CROSS JOIN LATERAL jsonb_each(body->'roles') AS held
+                 WHERE kind = 'bindings' AND owner IS NOT NULL
+             ) AS bound WHERE role = ANY (",
+        );
+        query.push_bind(roles).push(")");
+        if let Some(subject) = &filter.subject {
+            query.push(" AND owner = ").push_bind(subject);
+        }
+        if let Some(after) = after {
+            query.push(" AND (bound_at, id) > (").push_bind(after.created_at).push(", ").push_bind(after.id).push(")");
+        }
+        query.push(" ORDER BY bound_at, id LIMIT ").push_bind(one_more(limit));
+        let rows = query.build().fetch_all(&self.pool).await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(binding_row).collect());
+        let place = |row: &BindingRow| Cursor { created_at: row.binding.bound_at, id: row.binding.id.0 };
+        Ok(Page::of(rows.doing("listing platform role bindings")?, limit, place))
+    }
+}
+
+fn binding_row(row: &PgRow) -> Result<BindingRow, sqlx::Error> {
+    let role: String = row.try_get("role")?;
+    let role = PlatformRole::ALL.into_iter().find(|known| known.name() == role).ok_or(sqlx::Error::RowNotFound)?;
+    let Json(binding) = row.try_get("binding")?;
+    Ok(BindingRow { subject: row.try_get("owner")?, role, binding })
+}

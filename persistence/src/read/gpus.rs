@@ -1,0 +1,73 @@
+//! How many GPUs there are, and how many of them could be rented.
+
+use super::Reads;
+use crate::error::{Doing, StoreError};
+use domain::id::SkuId;
+use sqlx::Row;
+use sqlx::postgres::PgRow;
+
+/// The GPUs of one SKU in one region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuCount {
+    pub sku_id: SkuId,
+    pub sku: String,
+    pub region_code: String,
+    /// Not removed, nor about to be.
+    pub nodes: u64,
+    pub total: u64,
+    /// Set aside for an allocation, or not proved clean after one.
+    pub held: u64,
+    /// What new allocations could get together.
+    pub free: u64,
+}
+
+impl Reads {
+    /// GPUs by SKU and region, of all nodes that are not removed nor about to be.
+    ///
+    /// A node's free GPUs are those that its machine would give away (`Node::gpus_free`): of an active node, without a tenant whose
+    /// clean-up is not proved, and, where it cannot keep tenants apart, without any.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn gpus(&self) -> Result<Vec<GpuCount>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT sku, min(body #>> '{registration,sku,name}') AS name, body #>> '{registration,region_code}' AS region,
+                    count(*) AS nodes, sum((body #>> '{registration,gpus_total}')::bigint)::bigint AS total,
+                    sum(tenants.held)::bigint AS held,
+                    coalesce(sum(greatest(inventory.gpus - tenants.held, 0)) FILTER (
+                        WHERE state = 'active' AND tenants.unproven = 0 AND (tenants.count = 0 OR inventory.isolates)
+                    ), 0)::bigint AS free
+             FROM entity
+             CROSS JOIN LATERAL (
+                 SELECT count(*) AS count,
+                        count(*) FILTER (
+                            WHERE hold.value #>> '{phase,phase}' IN ('release_failed', 'abandoned')
+                        ) AS unproven,
+                        coalesce(sum(jsonb_array_length(hold.value #> '{placed,devices}')), 0) AS held
+                 FROM jsonb_each(body->'holds') AS hold
+             ) AS tenants
+             CROSS JOIN LATERAL (
+                 SELECT coalesce(jsonb_array_length(nullif(body #> '{inventory,gpus}', 'null')), 0) AS gpus,
+                        coalesce((body #>> '{inventory,isolates_devices}')::boolean, false) AS isolates
+             ) AS inventory
+             WHERE kind = 'node' AND state NOT IN ('removing', 'removed')
+             GROUP BY sku, body #>> '{registration,region_code}' ORDER BY name, region",
+        )
+        .fetch_all(&self.pool)
+        .await;
+        rows.and_then(|rows| rows.iter().map(gpu_count).collect()).doing("counting GPUs")
+    }
+}
+
+fn gpu_count(row: &PgRow) -> Result<GpuCount, sqlx::Error> {
+    let number = |name: &str| row.try_get::<i64, _>(name).map(i64::unsigned_abs);
+    Ok(GpuCount {
+        sku_id: SkuId(row.try_get("sku")?),
+        sku: row.try_get("name")?,
+        region_code: row.try_get("region")?,
+        nodes: number("nodes")?,
+        total: number("total")?,
+        held: number("held")?,
+        free: number("free")?,
+    })
+}
