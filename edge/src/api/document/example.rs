@@ -27,6 +27,7 @@ const LOOKS: &[(&str, &str)] = &[
     ("interconnect", "nvlink"),
     ("currency", "EUR"),
     ("CurrencyCode", "EUR"),
+    ("PolicyKey", "rate_limit.api_requests_per_minute"),
     ("Reason", "a fan is to be replaced"),
     ("Statement", "Two tenants; both have been told, and can move to h200-8."),
     ("Label", "laptop"),
