@@ -201,9 +201,9 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
             world.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).admin().json(&serde_json::json!({}));
         let headers = call.send().await.headers;
         for header in ["ratelimit-policy", "ratelimit"] {
-            assert_eq!(headers.contains_key(header), matches!(&*who, "User" | "Admin"), "{method} {route} {header}");
             let limited = matches!(&*who, "User" | "Admin" | "Bound");
             assert_eq!(headers.contains_key(header), limited, "{method} {route} {header}");
+        }
     }
     world.set_policy(domain::policy::Key::RateLimitApi, 2);
     let asked = async || world.get("/api/v1/skus").user("ann").send().await;
