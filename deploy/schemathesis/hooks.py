@@ -22,6 +22,10 @@ REFUSED_FOR_ITS_MEANING = [
     r"^Nothing is to be changed",
     # schemathesis 4.32 takes the quotes off a header's value, and an entity tag has quotes (RFC 9110, section 8.8.3).
     r"^Header `If-Match` must be",
+    # The catalog is served, and not frozen into the description: a key that is added must not break a client that was generated.
+    r"^`key` is no policy key",
+    # A bearer token goes with every request here, and this route takes its credentials once.
+    r"^Send the credentials in the form or in the Authorization header, not in both",
     # An id of the caller's own things.
     r"^One of `ssh_key_ids` is not a key of yours",
     # What the deactivation of a SKU in use needs depends on whether it is in use.

@@ -179,8 +179,10 @@ impl HandAgent {
         panic!("no task for node {} within 30 s", self.node_id)
     }
 
-    pub async fn heartbeat(&self) -> Answer {
-        let beat = json!({
+    /// What it says in a heartbeat.
+    #[must_use]
+    pub fn beat(&self) -> Value {
+        json!({
             "boot_id": self.boot_id,
             "agent_version": "0.0.0-hand",
             "protocol": wire::PROTOCOL,
@@ -190,8 +192,11 @@ impl HandAgent {
             "health": { "status": "ok", "alerts": [] },
             "verifier_set_version": 0,
             "running": [],
-        });
-        self.send(Method::POST, "heartbeat", Some(&beat)).await
+        })
+    }
+
+    pub async fn heartbeat(&self) -> Answer {
+        self.send(Method::POST, "heartbeat", Some(&self.beat())).await
     }
 
     pub async fn report(&self, task_id: Uuid, result: &TaskResult) -> Answer {

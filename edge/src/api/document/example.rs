@@ -27,6 +27,7 @@ const LOOKS: &[(&str, &str)] = &[
     ("interconnect", "nvlink"),
     ("currency", "EUR"),
     ("CurrencyCode", "EUR"),
+    ("PolicyKey", "allocation.max_concurrent_per_user"),
     ("Reason", "a fan is to be replaced"),
     ("Statement", "Two tenants; both have been told, and can move to h200-8."),
     ("Label", "laptop"),
@@ -58,6 +59,7 @@ const COUNTS: &[(&str, i64)] = &[
     ("ttl_seconds", 3600),
     ("queue_seconds", 600),
     ("generation", 7),
+    ("value", 40),
 ];
 
 /// Whether everything is shown, or what has to be given.
