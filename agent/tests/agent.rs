@@ -257,7 +257,7 @@ async fn a_certificate_is_renewed_in_its_second_half_and_used_from_then_on() {
 }
 
 #[tokio::test]
-async fn an_expired_certificate_ends_the_agent_with_what_to_do() {
+async fn an_expired_certificate_is_recovered_with_the_spent_token_also_when_the_answer_is_lost() {
     let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
     fake.behave().certificate_life = TimeDelta::seconds(3);
     let bundle = fake.bundle(folder.path());
@@ -265,7 +265,38 @@ async fn an_expired_certificate_ends_the_agent_with_what_to_do() {
     agent.says("enrolled").await;
     agent.kill_9();
     sleep(Duration::from_secs(4)).await;
-    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    fake.behave().lose_recovery_answers = true;
+    fake.behave().certificate_life = TimeDelta::hours(1);
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.says("recovered").await;
+    agent.says("polling").await;
+    let seen = fake.seen();
+    assert_eq!((seen.generation, seen.recoveries.len()), (2, 1));
+}
+
+#[tokio::test]
+async fn a_machine_that_lost_its_certificate_recovers_where_its_token_is_spent() {
+    let (fake, folder, agent) = enrolled(&[]).await;
+    agent.kill_9();
+    std::fs::remove_file(folder.path().join("etc/node.pem")).unwrap();
+    std::fs::remove_file(folder.path().join("etc/node.key")).unwrap();
+    fake.behave().refuse_enrollment = true;
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.says("recovered").await;
+    agent.says("polling").await;
+}
+
+#[tokio::test]
+async fn an_expired_certificate_without_a_token_ends_the_agent_with_what_to_do() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    fake.behave().certificate_life = TimeDelta::seconds(3);
+    let bundle = fake.bundle(folder.path());
+    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    agent.says("enrolled").await;
+    agent.kill_9();
+    sleep(Duration::from_secs(4)).await;
+    let without = BootstrapBundle { enrollment_token: wire::Token::new(""), ..bundle.clone() };
+    let mut agent = AgentProcess::start(folder.path(), &without, &[]);
     assert_eq!(agent.exit().await.code(), Some(5));
     let last = agent.lines().pop().unwrap();
     assert!(last["error"].as_str().unwrap().contains("reissue"), "{last}");

@@ -46,6 +46,13 @@ impl Way {
             Self::Recover => Self::Enroll,
         }
     }
+
+    const fn done(self) -> &'static str {
+        match self {
+            Self::Enroll => "enrolled",
+            Self::Recover => "recovered",
+        }
+    }
 }
 
 /// An identity, and the verifier sets that came with it.
@@ -63,13 +70,13 @@ impl Applicant<'_> {
     pub(super) async fn apply(&self, first: Way) -> Result<Obtained, Fatal> {
         let token = self.config.enrollment_token.as_ref().ok_or(Fatal::NoEnrollmentToken)?;
         let api = Api::anonymous(self.config)?;
-        let (pending, answer) = match self.go(first, &api, token).await? {
-            Ok(answered) => answered,
+        let (way, (pending, answer)) = match self.go(first, &api, token).await? {
+            Ok(answered) => (first, answered),
             Err(refused) if refused.status() == Some(StatusCode::UNAUTHORIZED) => {
                 info!("the token is refused to {first:?}; trying to {:?}", first.other());
                 let answered = self.go(first.other(), &api, token).await?;
                 // What was wanted first is what the operator is told about.
-                answered.map_err(|_| Fatal::EnrollmentRefused(refused))?
+                (first.other(), answered.map_err(|_| Fatal::EnrollmentRefused(refused))?)
             }
             Err(refused) => return Err(Fatal::EnrollmentRefused(refused)),
         };
@@ -78,7 +85,8 @@ impl Applicant<'_> {
             identity_generation = answer.recovery.identity_generation,
             recoveries_left = answer.recovery.remaining,
             certificate_not_after = %identity.not_after,
-            "the node has its identity"
+            "{}",
+            way.done()
         );
         Ok(Obtained { identity, verifier_sets: answer.verifier_sets })
     }

@@ -30,7 +30,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, fingerprint};
-use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Recovery, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::task::{Device, Envelope, Provision, Recorded, Release, ResultAnswer, Task, TaskPayload, TaskResult, sign};
@@ -61,6 +61,11 @@ struct Shared {
 pub struct Seen {
     pub csrs: Vec<String>,
     pub renewals: usize,
+    /// Of the node's identity; 0 before it enrolled.
+    pub generation: u64,
+    /// CSRs of recoveries, each once.
+    pub recoveries: Vec<String>,
+    nonces: Vec<String>,
     pub recovery_key: Option<PublicKey>,
     pub heartbeats: Vec<Heartbeat>,
     /// Results in order, with the status they were answered with.
@@ -75,6 +80,8 @@ pub struct Behaviour {
     /// The first enroll requests get 503, after they have been recorded.
     pub lose_enroll_answers: usize,
     pub refuse_enrollment: bool,
+    /// The first answer to each recovery is lost.
+    pub lose_recovery_answers: bool,
     pub node_removed: bool,
     /// Status of every result, unless 200.
     pub results: StatusCode,
@@ -93,6 +100,7 @@ impl Fake {
         let behaviour = Behaviour {
             lose_enroll_answers: 0,
             refuse_enrollment: false,
+            lose_recovery_answers: false,
             node_removed: false,
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
@@ -244,7 +252,11 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/heartbeat", post(heartbeat))
         .route("/certificate/renew", post(renew))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), identify));
-    let all = with_certificate.route("/enroll", post(enroll)).with_state(Arc::clone(&shared));
+    let all = with_certificate
+        .route("/enroll", post(enroll))
+        .route("/recover/nonce", get(nonce))
+        .route("/recover", post(recover))
+        .with_state(Arc::clone(&shared));
     Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all)
 }
 
@@ -283,9 +295,40 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
         certificate_pem: request.signed_by(&shared.issuer).unwrap().pem(),
         chain_pem: shared.ca_pem.clone(),
         not_after,
-        recovery: Recovery { identity_generation: 1, remaining: 5 },
+        recovery: Recovery { identity_generation: shared.seen.lock().unwrap().generation, remaining: 5 },
         verifier_sets: vec![],
     }
+}
+
+async fn nonce(State(shared): State<Arc<Shared>>) -> Response {
+    let nonce = Uuid::new_v4().to_string();
+    shared.seen.lock().unwrap().nonces.push(nonce.clone());
+    Json(NonceAnswer { nonce, expires_at: Utc::now() + TimeDelta::minutes(5) }).into_response()
+}
+
+async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverRequest>) -> Response {
+    let lost = {
+        let mut seen = shared.seen.lock().unwrap();
+        let key = seen.recovery_key.as_ref();
+        let signed = key.is_some_and(|key| request.is_signed_by(shared.node_id, key));
+        let fresh = seen.nonces.last() == Some(&request.nonce);
+        let again =
+            seen.recoveries.last() == Some(&request.csr_pem) && request.identity_generation + 1 == seen.generation;
+        let next = request.identity_generation == seen.generation && seen.generation > 0;
+        if !signed || !fresh || request.enrollment_token.expose() != TOKEN || !(again || next) {
+            return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
+        }
+        seen.nonces.clear();
+        if next {
+            seen.generation += 1;
+            seen.recoveries.push(request.csr_pem.clone());
+        }
+        next && shared.behaviour.lock().unwrap().lose_recovery_answers
+    };
+    if lost {
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
+    }
+    Json(certify(&shared, &request.csr_pem)).into_response()
 }
 
 async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollRequest>) -> Response {
@@ -304,6 +347,7 @@ async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollReq
     if count <= lost {
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
+    shared.seen.lock().unwrap().generation += 1;
     (StatusCode::CREATED, Json(certify(&shared, &request.csr_pem))).into_response()
 }
 
