@@ -29,6 +29,7 @@ const TAGS: &[(&str, &str)] = &[
     ("overview", "The whole service at a glance."),
     ("runtime", "The running cluster: who runs where, what waits, what is stuck."),
     ("identity_keys", "The identity provider's signing keys, for operators."),
+    ("internal", "What one process says of itself to those who operate it."),
     ("health", "Whether a process lives and can serve, and its figures."),
     ("document", "This description."),
 ];

@@ -67,7 +67,7 @@ fn every_route_declares_what_it_may_refuse_and_who_may_use_it() {
         assert!((5..120).contains(&summary.len()) && !summary.contains('\n'), "{name}: {summary}");
         assert!(codes("500").contains("`internal_error`") && codes("503").contains("`overloaded`"), "{name}");
         let who = who[&(method.clone(), path.clone())].as_str();
-        let guarded = matches!(who, "User" | "Admin");
+        let guarded = matches!(who, "User" | "Admin" | "Bound");
         assert_eq!(codes("401").contains("`unauthenticated`"), who != "Anyone", "{name}");
         assert_eq!(operation["security"][0]["bearer"].is_array(), guarded, "{name}");
         if path.contains('{') {
@@ -201,7 +201,7 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
             world.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).admin().json(&serde_json::json!({}));
         let headers = call.send().await.headers;
         for header in ["ratelimit-policy", "ratelimit"] {
-            assert_eq!(headers.contains_key(header), matches!(&*who, "User" | "Admin"), "{method} {route} {header}");
+            assert_eq!(headers.contains_key(header), matches!(&*who, "User" | "Admin" | "Bound"), "{method} {route} {header}");
         }
     }
     world.set_policy(domain::policy::Key::RateLimitApi, 2);
