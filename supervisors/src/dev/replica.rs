@@ -131,6 +131,12 @@ impl Replica {
         }
     }
 
+    /// Whether it has this role.
+    pub fn serves(&self, role: &str) -> bool {
+        let told = self.settings.variables.iter().rev().find(|(name, _)| name == "SVC_ROLES");
+        told.is_none_or(|(_, roles)| roles.split(',').any(|named| named.trim() == role || named.trim() == "all"))
+    }
+
     pub fn name(&self) -> &str {
         &self.name
     }
