@@ -162,10 +162,13 @@ ensure_contract_tools() {
     cp "$wanted" "$folder/installed.txt"
 }
 
-# What the tests need beside that: a browser, and Python for the contract's tools.
+# What the tests need beside that: a browser, sudo, systemd's analyzer, and Python for the contract's tools.
 ensure_test_tools() {
     local missing=()
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
+    # For the executor that makes Linux users, and the units.
+    have visudo || missing+=(sudo)
+    have systemd-analyze || missing+=(systemd)
     python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
     [ "${#missing[@]}" -eq 0 ] || apt "${missing[@]}"
     ensure_contract_tools

@@ -224,9 +224,10 @@ async fn an_address_that_floods_is_told_to_wait() {
     let world = World::new().await;
     world.set_policy(Key::RateLimitEnrollment, 240);
     let node_id = world.register().await;
-    let client = world.client(&world.tls(None));
+    // Over several connections: one that resets so many streams is closed.
+    let clients: Vec<_> = (0..10).map(|_| world.client(&world.tls(None))).collect();
     let path = format!("/internal/v1/nodes/{node_id}/enroll");
-    let flood = (0..400).map(|_| world.send(&client, Method::POST, &path, Some(b"{".to_vec())));
+    let flood = (0..400).map(|n| world.send(&clients[n % 10], Method::POST, &path, Some(b"{".to_vec())));
     let answers: Vec<Answer> = futures::future::join_all(flood).await;
     let limited = answers.iter().find(|answer| answer.status == 429).expect("a bound per address");
     let details = limited.refused(429, "rate_limited");

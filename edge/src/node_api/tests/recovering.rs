@@ -76,7 +76,7 @@ impl Machine {
 
 #[tokio::test]
 async fn a_machine_whose_certificate_has_ended_comes_back_with_token_generation_and_key() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     world.set_policy(Key::NodeCertificateTtl, 30);
     let (machine, agent) = Machine::enrolled(&world).await;
     world.advance(TimeDelta::seconds(31));
@@ -92,7 +92,7 @@ async fn a_machine_whose_certificate_has_ended_comes_back_with_token_generation_
 
 #[tokio::test]
 async fn a_recovery_whose_answer_was_lost_is_fetched_again_with_the_same_request() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&world).await;
     let applicant = Applicant::new();
     machine.recover(&world, &applicant).await.is(200);
@@ -103,7 +103,7 @@ async fn a_recovery_whose_answer_was_lost_is_fetched_again_with_the_same_request
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_many_recoveries_with_one_nonce_at_once_one_passes_and_the_node_is_not_taken_for_a_clone() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, _) = Machine::enrolled(&world).await;
     let request = machine.request(&world, &Applicant::new()).await;
     let answers = futures::future::join_all((0..20).map(|_| machine.send(&world, &request))).await;
@@ -117,7 +117,7 @@ async fn of_many_recoveries_with_one_nonce_at_once_one_passes_and_the_node_is_no
 
 #[tokio::test]
 async fn an_old_generation_shows_a_clone_and_quarantines_the_node() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&world).await;
     let applicant = Applicant::new();
     let first = machine.recover(&world, &applicant).await;
@@ -179,7 +179,7 @@ async fn whatever_does_not_hold_is_one_answer_and_changes_nothing() {
 
 #[tokio::test]
 async fn a_body_that_is_not_in_order_is_told_its_field() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, _) = Machine::enrolled(&world).await;
     let good = serde_json::to_value(machine.request(&world, &Applicant::new()).await).unwrap();
     for (field, value) in [
@@ -203,7 +203,7 @@ async fn a_body_that_is_not_in_order_is_told_its_field() {
 
 #[tokio::test]
 async fn a_removed_node_recovers_nothing() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, _) = Machine::enrolled(&world).await;
     world.admin(machine.node_id, Command::Retire { reason: "r".into(), drain: false }).await;
     world.admin(machine.node_id, Command::Remove { reason: "r".into() }).await;
@@ -212,7 +212,7 @@ async fn a_removed_node_recovers_nothing() {
 
 #[tokio::test]
 async fn after_a_reissue_the_old_token_is_good_for_nothing() {
-    let world = World::new().await;
+    let world = World::on_postgres().await;
     let (machine, agent) = Machine::enrolled(&world).await;
     let minted = mint(Purpose::Enrollment);
     let reissue = Reissue {
