@@ -29,7 +29,13 @@ REFUSED_FOR_ITS_MEANING = [
     # An id of the caller's own things.
     r"^One of `ssh_key_ids` is not a key of yours",
     # What the deactivation of a SKU in use needs depends on whether it is in use.
-    r"`impact_review`",
+    r"`impact_review`|`rollback_plan`",
+    # Four fields of which one may be given: in a query no schema can say so, and in a body it would be four types for one.
+    r"^A value has one scope",
+    # A policy value may allow less than the description does.
+    r"^`queue_seconds` must be a whole number from 0 to \d+",
+    # A form that this installation does not have.
+    r"^This installation publishes no package",
 ]
 
 

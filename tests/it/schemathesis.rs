@@ -32,7 +32,6 @@ fn schemathesis(world: &World, folder: &Path, username: &str) -> Command {
         .arg("--header")
         .arg(format!("Authorization: Bearer {}", token.expose_secret()))
         .args(["--seed", SEED, "--workers", WORKERS, "--request-timeout", "10", "--continue-on-failure"])
-        .args(["--checks", "all"])
         // `hooks.py` has one that tells the two meanings of 400 apart.
         .args(["--exclude-checks", "positive_data_acceptance"])
         // Five megabytes of somebody else's script; its one request is made by another test.

@@ -6,7 +6,7 @@ use crate::api::field::{Reason, TokenTtl};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::bundle::{bootstrap_bundle, bootstrap_script, restart_command};
 use crate::correlation::no_store;
-use crate::error::{ApiError, Code};
+use crate::error::ApiError;
 use crate::services::Services;
 use crate::token::{Minted, Purpose, mint};
 use axum::Json;
@@ -172,7 +172,7 @@ pub(in crate::api) async fn write_script(
 ) -> Result<Response, ApiError> {
     if matches!(asked.format, ScriptFormat::Package) {
         let message = "This installation publishes no package of the agent; ask for format `script`.";
-        return Err(ApiError::new(Code::ServiceUnavailable, message).detail("field", "format"));
+        return Err(ApiError::invalid_request(message).detail("field", "format"));
     }
     let (token_id, minted) = (Uuid::now_v7(), mint(Purpose::Enrollment));
     let why = Why { reason: "a bootstrap script was asked for".to_owned(), ttl_seconds: None, revokes: false };
