@@ -106,8 +106,8 @@ impl Executor for Sandbox {
         // From here on everything is looked at again, whatever the removal thought it did.
         let mut findings = vec![
             self.processes.look(task.allocation_id, &folder, &ended),
-            traces::look_at_path(Checked::Home, &folder.join("home")),
-            traces::look_at_path(Checked::AuthorizedKeys, &folder.join("authorized_keys")),
+            tenant::look_at_path(Checked::Home, &folder.join("home")),
+            tenant::look_at_path(Checked::AuthorizedKeys, &folder.join("authorized_keys")),
         ];
         findings.extend(traces.look());
         findings.push(tenant::look_at_processes(&self.gpus, &task.devices));

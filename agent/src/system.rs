@@ -154,7 +154,7 @@ impl System {
         findings.extend([
             processes::look(account),
             sudoers::look(&account.name),
-            traces::look_at_path(Checked::AuthorizedKeys, &keys),
+            tenant::look_at_path(Checked::AuthorizedKeys, &keys),
         ]);
         findings.extend(traces.look());
         findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
@@ -233,7 +233,7 @@ impl System {
         let mut findings: Vec<Finding> = Checked::of_an_account().map(gone).collect();
         findings.extend([
             sudoers::look(&task.user_name),
-            traces::look_at_path(Checked::AuthorizedKeys, &self.keys_of(&task.user_name)),
+            tenant::look_at_path(Checked::AuthorizedKeys, &self.keys_of(&task.user_name)),
             tenant::look_at_processes(&self.gpus, &task.devices),
             tenant::look_at_memory(&self.gpus, &task.devices),
         ]);

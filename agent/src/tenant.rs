@@ -1,5 +1,8 @@
 //! What every executor checks and finds out about a tenant, whatever it can enforce.
 
+use std::io;
+use std::path::Path;
+
 use serde_json::json;
 use wire::bundle::Variables;
 use wire::inventory::Device;
@@ -124,4 +127,25 @@ fn look(gpus: &Gpus, devices: &[Device], what: Checked, at: impl Fn(&str) -> (Ou
     }
     let detail = (!details.is_empty()).then(|| details.join("; "));
     Finding { what, looked_for, outcome: outcome.unwrap_or(Outcome::Gone), detail }
+}
+
+/// What a look found: nothing, these, or that it could not look.
+pub fn finding(what: Checked, looked_for: String, found: io::Result<Vec<String>>) -> Finding {
+    let (outcome, detail) = match found {
+        Ok(left) if left.is_empty() => (Outcome::Gone, None),
+        Ok(left) => (Outcome::Present, Some(left.join(", "))),
+        Err(error) => (Outcome::Unknown, Some(error.to_string())),
+    };
+    Finding { what, looked_for, outcome, detail }
+}
+
+/// Whether anything is at `path`.
+#[must_use]
+pub fn look_at_path(what: Checked, path: &Path) -> Finding {
+    let found = match path.symlink_metadata() {
+        Ok(_) => Ok(vec![path.display().to_string()]),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error),
+    };
+    finding(what, path.display().to_string(), found)
 }

@@ -12,7 +12,9 @@ use std::process::{Command, Stdio};
 
 use nix::unistd::Uid;
 use uuid::Uuid;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{Checked, Finding};
+
+use crate::tenant::finding;
 
 /// The traces of one allocation.
 pub struct Traces {
@@ -137,26 +139,6 @@ impl Traces {
         let rows = text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
         Ok(rows.filter(is_ours).filter_map(|fields| fields.get(ID_COLUMN).map(|id| (*id).to_owned())).collect())
     }
-}
-
-fn finding(what: Checked, looked_for: String, found: io::Result<Vec<String>>) -> Finding {
-    let (outcome, detail) = match found {
-        Ok(left) if left.is_empty() => (Outcome::Gone, None),
-        Ok(left) => (Outcome::Present, Some(left.join(", "))),
-        Err(error) => (Outcome::Unknown, Some(error.to_string())),
-    };
-    Finding { what, looked_for, outcome, detail }
-}
-
-/// Whether anything is at `path`.
-#[must_use]
-pub fn look_at_path(what: Checked, path: &Path) -> Finding {
-    let found = match path.symlink_metadata() {
-        Ok(_) => Ok(vec![path.display().to_string()]),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    };
-    finding(what, path.display().to_string(), found)
 }
 
 /// Removes a file or a folder with all in it, following no link, and opening folders that a tenant has closed to itself.

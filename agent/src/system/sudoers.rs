@@ -6,9 +6,9 @@ use std::str::FromStr;
 
 use wire::proof::{Checked, Finding};
 
-use super::traces::look_at_path;
 use crate::executor::Failure;
 use crate::store;
+use crate::tenant::look_at_path;
 
 const FOLDER: &str = "/etc/sudoers.d";
 const MODE: u32 = 0o440;

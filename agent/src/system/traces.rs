@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{Checked, Finding};
 
 use super::accounts::Account;
+use crate::tenant::{finding, look_at_path};
 
 /// Places where every user may leave files, and what a look at them is called in the proof.
 const SHARED: [(Checked, &str); 12] = [
@@ -202,28 +203,8 @@ impl Traces<'_> {
     }
 }
 
-/// Whether anything is at `path`.
-#[must_use]
-pub fn look_at_path(what: Checked, path: &Path) -> Finding {
-    let found = match path.symlink_metadata() {
-        Ok(_) => Ok(vec![path.display().to_string()]),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error),
-    };
-    finding(what, path.display().to_string(), found)
-}
-
 fn shown(found: io::Result<Vec<PathBuf>>) -> io::Result<Vec<String>> {
     found.map(|paths| paths.iter().map(|path| path.display().to_string()).collect())
-}
-
-fn finding(what: Checked, looked_for: String, found: io::Result<Vec<String>>) -> Finding {
-    let (outcome, detail) = match found {
-        Ok(left) if left.is_empty() => (Outcome::Gone, None),
-        Ok(left) => (Outcome::Present, Some(left.join(", "))),
-        Err(error) => (Outcome::Unknown, Some(error.to_string())),
-    };
-    Finding { what, looked_for, outcome, detail }
 }
 
 /// Removes a file or a folder with all in it, following no link, also where it was made immutable.
