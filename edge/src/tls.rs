@@ -10,6 +10,7 @@ use rustls::{
 };
 use thiserror::Error;
 
+mod bare;
 pub mod connections;
 pub mod serve;
 pub mod tickets;
