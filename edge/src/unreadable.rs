@@ -18,8 +18,8 @@ impl IntoResponse for Unreadable {
     fn into_response(self) -> Response {
         let error = match self {
             Self::Malformed => ApiError::invalid_request(
-                "The request is not HTTP/1.1: its first line or one of its headers cannot be read (RFC 9112). Correct it and open a new \
-                 connection.",
+                "The request is not HTTP/1.1: its first line or one of its headers cannot be read, or it has no `Host`, or two (RFC 9112). \
+                 Correct it and open a new connection.",
             ),
             Self::Headers { bytes, count } => {
                 let message = format!(

@@ -15,7 +15,7 @@ use arc_swap::ArcSwap;
 use axum::{
     Router,
     extract::{ConnectInfo, Request},
-    http::{HeaderMap, StatusCode, Uri},
+    http::{HeaderMap, StatusCode, Uri, Version, header::HOST},
 };
 use hyper::{
     body::Incoming,
@@ -176,6 +176,9 @@ impl TlsServer {
             request.extensions_mut().insert(ConnectInfo(peer.clone()));
             if exceed(request.uri(), request.headers(), most) {
                 request.extensions_mut().insert(too_many);
+            } else if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
+                // RFC 9112, section 3.2: whom it is for is said once.
+                request.extensions_mut().insert(Unreadable::Malformed);
             }
             let (answer, switched) = (router.clone().oneshot(request), Arc::clone(&switched));
             async move {

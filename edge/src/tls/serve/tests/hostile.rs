@@ -76,6 +76,7 @@ async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
         (415, "unsupported_media_type", posted(&format!("{json}content-encoding: identity, br\r\n"), b"{}")),
         (415, "unsupported_media_type", posted("content-type: application/json; charset=utf-16\r\n", b"{}")),
         (415, "unsupported_media_type", posted("content-type: text/plain\r\n", b"{}")),
+        (415, "unsupported_media_type", posted(&format!("{json}content-type: text/plain\r\n"), b"{}")),
         (400, "invalid_request", posted(json, &gzip)),
         (400, "invalid_request", posted(json, b"\xef\xbb\xbf{\"name\":\"after a byte order mark\"}")),
         (400, "invalid_request", posted(json, b"\xff\xfe{\0}\0")),
@@ -176,6 +177,8 @@ async fn what_is_refused_before_there_is_a_request_gets_the_envelope() {
         (400, "invalid_request", format!("{open}x\0y: a\r\n\r\n")),
         (400, "invalid_request", format!("{open}x : a\r\n\r\n")),
         (400, "invalid_request", "GET\r\n\r\n".to_owned()),
+        (400, "invalid_request", "GET /open HTTP/1.1\r\nconnection: close\r\n\r\n".to_owned()),
+        (400, "invalid_request", format!("{open}host: elsewhere\r\nconnection: close\r\n\r\n")),
         (400, "invalid_request", "GET /open HTTP/9.9\r\n\r\n".to_owned()),
     ] {
         let answer = world.answer_to(request.as_bytes()).await;
