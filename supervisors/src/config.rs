@@ -254,11 +254,19 @@ fn package(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Package>
         pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word)?,
         install_root: told(names::INSTALL_ROOT, "an absolute path", is_path)?,
         env_file_path: told(names::ENV_FILE, "an absolute path", is_path)?,
-        systemd_unit_name: told(names::SYSTEMD_UNIT, "the name of a systemd unit, such as gpuaas-agent.service", is_unit)?,
+        systemd_unit_name: told(
+            names::SYSTEMD_UNIT,
+            "the name of a systemd unit, such as gpuaas-agent.service",
+            is_unit,
+        )?,
     };
     // A reference alone is whatever the registry says today.
     if package.oci_ref.is_some() != package.digest.is_some() {
-        bail!("{} and {} go together: a package is pulled by its digest", names::PACKAGE_OCI_REF, names::PACKAGE_DIGEST);
+        bail!(
+            "{} and {} go together: a package is pulled by its digest",
+            names::PACKAGE_OCI_REF,
+            names::PACKAGE_DIGEST
+        );
     }
     Ok(package)
 }

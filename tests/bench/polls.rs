@@ -201,7 +201,10 @@ fn report(
         .figure("at_most_1.1_times_haproxy", aim(ratio <= AT_MOST_RATIO))
         .figure("aim_0.8_times_haproxy", aim(ratio <= AIM_RATIO))
         .condition("polls", polls)
-        .condition("memory", "VmRSS of the process at five counts, slope of the line that fits best; the process is fresh")
+        .condition(
+            "memory",
+            "VmRSS of the process at five counts, slope of the line that fits best; the process is fresh",
+        )
         .condition("connection", "mutual TLS 1.3, a certificate for each node; HTTP/2 where not said")
         .condition("ours", "one process with the role node-api alone; the nodes' machines are in another")
         .condition("haproxy", "verify required, http-request tarpit, no backend connection"))

@@ -33,7 +33,9 @@ use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Recovery, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 use wire::keys::{KeyStatus, VerifierKey};
-use wire::task::{Device, Envelope, Provision, Recorded, Release, ResultAnswer, TASK_TYPE, Task, TaskPayload, TaskResult, sign};
+use wire::task::{
+    Device, Envelope, Provision, Recorded, Release, ResultAnswer, TASK_TYPE, Task, TaskPayload, TaskResult, sign,
+};
 use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
 
 pub const TOKEN: &str = "token-that-must-not-be-logged";
@@ -237,7 +239,8 @@ pub fn as_said_by(generation: u16, name: &str, answer: Value) -> Value {
 fn pruned(answer: Value, known: &Value) -> Value {
     match (answer, known) {
         (Value::Object(answer), Value::Object(known)) => {
-            let kept = answer.into_iter().filter_map(|(key, value)| Some((key.clone(), pruned(value, known.get(&key)?))));
+            let kept =
+                answer.into_iter().filter_map(|(key, value)| Some((key.clone(), pruned(value, known.get(&key)?))));
             Value::Object(kept.collect())
         }
         (Value::Array(answer), Value::Array(known)) if !known.is_empty() => {

@@ -81,15 +81,18 @@ fn lost(older: &Value, newer: &Value, at: &str, same_values: bool) -> Vec<String
             .collect(),
         (Value::Array(older), Value::Array(newer)) => {
             let pairs = older.iter().zip(newer).enumerate();
-            pairs.flat_map(|(index, (older, newer))| lost(older, newer, &format!("{at}[{index}]"), same_values)).collect()
+            pairs
+                .flat_map(|(index, (older, newer))| lost(older, newer, &format!("{at}[{index}]"), same_values))
+                .collect()
         }
         (older, newer) if same_values && older != newer => vec![format!("{at} was {older} and is {newer}")],
         (older, newer) if std::mem::discriminant(older) != std::mem::discriminant(newer) => {
             vec![format!("{at} was {older} and is {newer}")]
         }
-        (Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) | Value::Object(_), _) => {
-            Vec::new()
-        }
+        (
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Array(_) | Value::Object(_),
+            _,
+        ) => Vec::new(),
     }
 }
 

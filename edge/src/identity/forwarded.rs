@@ -105,7 +105,9 @@ pub enum NotForwarded {
     NotText,
     #[error("the proxy's header is not one byte sequence between colons (RFC 9440)")]
     NotAByteSequence,
-    #[error("the proxy's header has not exactly one element: only the proxy in front of the control plane may write it")]
+    #[error(
+        "the proxy's header has not exactly one element: only the proxy in front of the control plane may write it"
+    )]
     NotOneElement,
     #[error("the proxy's header has not exactly one `Cert`: the proxy is to forward the certificate itself")]
     NoCertificate,
@@ -135,7 +137,8 @@ fn text_of(value: &HeaderValue) -> Result<&str, NotForwarded> {
 
 /// A byte sequence without parameters (RFC 8941, section 3.3.5), with its padding.
 fn from_byte_sequence(text: &str) -> Result<CertificateDer<'static>, NotForwarded> {
-    let base64 = text.strip_prefix(':').and_then(|text| text.strip_suffix(':')).ok_or(NotForwarded::NotAByteSequence)?;
+    let base64 =
+        text.strip_prefix(':').and_then(|text| text.strip_suffix(':')).ok_or(NotForwarded::NotAByteSequence)?;
     let der = BASE64.decode(base64).map_err(|_| NotForwarded::NotAByteSequence)?;
     if der.is_empty() { Err(NotForwarded::NotAByteSequence) } else { Ok(der.into()) }
 }
@@ -229,7 +232,9 @@ mod tests {
 
     fn escaped(text: &str) -> String {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~');
-        text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+        text.bytes()
+            .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+            .collect()
     }
 
     fn headers(pairs: &[(&str, &str)]) -> HeaderMap {

@@ -67,9 +67,9 @@ impl Proxies {
         let verified = self.verifier.load().verify_client_cert(certificate, &[], UnixTime::now());
         match verified {
             Ok(_) => Ok(()),
-            Err(rustls::Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. })) => {
-                Err(NotForwarded::Expired)
-            }
+            Err(rustls::Error::InvalidCertificate(
+                CertificateError::Expired | CertificateError::ExpiredContext { .. },
+            )) => Err(NotForwarded::Expired),
             Err(error) => Err(NotForwarded::Unverified(error.to_string())),
         }
     }

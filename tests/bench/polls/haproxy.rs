@@ -38,7 +38,11 @@ impl Haproxy {
         let until = Instant::now() + Duration::from_secs(10);
         while TcpStream::connect(address).is_err() {
             let ended = process.exit_status();
-            anyhow::ensure!(ended.is_none() && Instant::now() < until, "HAProxy does not start: {}", process.log_tail());
+            anyhow::ensure!(
+                ended.is_none() && Instant::now() < until,
+                "HAProxy does not start: {}",
+                process.log_tail()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(Self { address, process, _folder: folder })

@@ -131,16 +131,26 @@ impl Ingress {
         let launch = Launch::new("the proxy", kind.program(), &log);
         let launch = match kind {
             Kind::Haproxy => launch.argument("-db").argument("-f").argument(&path),
-            Kind::Nginx => {
-                launch.argument("-p").argument(folder.path()).argument("-g").argument("daemon off;").argument("-c").argument(&path)
+            Kind::Nginx => launch
+                .argument("-p")
+                .argument(folder.path())
+                .argument("-g")
+                .argument("daemon off;")
+                .argument("-c")
+                .argument(&path),
+            Kind::Envoy => {
+                launch.arguments(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"]).argument(&path)
             }
-            Kind::Envoy => launch.arguments(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"]).argument(&path),
         };
         let mut process = launch.spawn().expect("the proxy starts");
         let until = Instant::now() + STARTS_WITHIN;
         while tokio::net::TcpStream::connect(address).await.is_err() {
             let ended = process.exit_status();
-            assert!(ended.is_none() && Instant::now() < until, "{kind:?} does not listen: {ended:?}\n{}", process.log_tail());
+            assert!(
+                ended.is_none() && Instant::now() < until,
+                "{kind:?} does not listen: {ended:?}\n{}",
+                process.log_tail()
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         Self { address, _process: process, _folder: folder }
@@ -161,7 +171,10 @@ fn placed(kind: Kind, folder: &Path, listen: SocketAddr, replica: SocketAddr) ->
     let own: Vec<(String, String)> = match kind {
         Kind::Haproxy => vec![
             ("bind :9443".to_owned(), format!("bind {listen}")),
-            ("server replica-1 control-plane.internal:9443".to_owned(), format!("server replica-1 {replica} source {FROM}")),
+            (
+                "server replica-1 control-plane.internal:9443".to_owned(),
+                format!("server replica-1 {replica} source {FROM}"),
+            ),
             ("control-plane.internal".to_owned(), "localhost".to_owned()),
             // What this machine's limit of open files allows.
             ("maxconn 20000".to_owned(), "maxconn 500".to_owned()),

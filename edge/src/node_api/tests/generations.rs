@@ -25,7 +25,8 @@ impl Generation {
 
     /// The message as it was recorded.
     fn says(self, name: &str) -> Value {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../agent/wire/tests/protocol").join(self.0.to_string());
+        let folder =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../agent/wire/tests/protocol").join(self.0.to_string());
         let text = std::fs::read_to_string(folder.join(name).with_extension("json"));
         serde_json::from_str(&text.unwrap_or_else(|error| panic!("{name} of generation {}: {error}", self.0))).unwrap()
     }
@@ -50,7 +51,8 @@ impl Generation {
     async fn waits(self, world: &World, agent: &Agent) -> Answer {
         let query = self.with("wait_query", &json!({ "timeout_seconds": 5 }));
         let pairs = query.as_object().unwrap().iter();
-        let pairs: Vec<_> = pairs.map(|(name, value)| format!("{name}={}", value.to_string().trim_matches('"'))).collect();
+        let pairs: Vec<_> =
+            pairs.map(|(name, value)| format!("{name}={}", value.to_string().trim_matches('"'))).collect();
         agent.get(world, &format!("tasks/wait?{}", pairs.join("&"))).await
     }
 
@@ -214,7 +216,10 @@ async fn an_agent_older_than_that_is_told_to_upgrade_before_anything_is_done_for
     let beating = agent.post(&world, "heartbeat", &too_old("heartbeat")).await;
     for answer in [enrolling, beating] {
         let details = answer.refused(426, "upgrade_required");
-        assert_eq!((&details["oldest_protocol"], &details["newest_protocol"]), (&json!(OLDEST_PROTOCOL), &json!(PROTOCOL)));
+        assert_eq!(
+            (&details["oldest_protocol"], &details["newest_protocol"]),
+            (&json!(OLDEST_PROTOCOL), &json!(PROTOCOL))
+        );
         assert!(answer.body["message"].as_str().unwrap().contains("upgrade the agent"), "{}", answer.body);
     }
 }
