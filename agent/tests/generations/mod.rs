@@ -1,10 +1,7 @@
 //! The agent against control planes of the two generations before its own (`wire/tests/protocol`): what they say is enough for it, and one
 //! that is yet to be upgraded does not end it.
-#![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, dead_code)]
 
-mod fake;
-
-use fake::{AgentProcess, Fake, enrolled, eventually};
+use crate::fake::{AgentProcess, Fake, enrolled, eventually};
 use uuid::Uuid;
 use wire::task::{Origin, TaskPayload, TaskStatus};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
