@@ -39,7 +39,10 @@ use super::{
     bare::Answering,
     connections::{Connections, Watched},
 };
-use crate::identity::{NodeCertificate, TrustDomain};
+use crate::identity::{
+    NodeCertificate, TrustDomain,
+    proxies::{Proxies, peer_of},
+};
 use crate::unreadable::Unreadable;
 
 /// The bounds of a listener.
@@ -89,6 +92,8 @@ pub struct TlsServer {
     pub connections: Connections,
     /// Tells which connections are nodes'; `None` on a listener that nodes do not use.
     pub trust_domain: Option<TrustDomain>,
+    /// Proxies whose word is taken for who a client is; `None` where every client's own certificate counts.
+    pub proxies: Option<Arc<Proxies>>,
 }
 
 impl TlsServer {
@@ -150,7 +155,7 @@ impl TlsServer {
         let node = self
             .trust_domain
             .as_ref()
-            .zip(peer.leaf())
+            .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
         let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
         self.speak(stream, peer, speaks_h2, stop).await;
@@ -168,13 +173,15 @@ impl TlsServer {
         let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
         let (asked, switched) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let answering = Answering::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
-        let (router, seen) = (self.router.clone(), Arc::clone(&asked));
+        let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
         let most = (limits.header_bytes, limits.header_count);
         let service = service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             let mut request = request.map(axum::body::Body::new);
-            request.extensions_mut().insert(ConnectInfo(peer.clone()));
-            if exceed(request.uri(), request.headers(), most) {
+            let too_large = exceed(request.uri(), request.headers(), most);
+            let peer = peer_of(proxies.as_deref(), &peer, request.headers_mut());
+            request.extensions_mut().insert(ConnectInfo(peer));
+            if too_large {
                 request.extensions_mut().insert(too_many);
             } else if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
                 // RFC 9112, section 3.2: whom it is for is said once.
