@@ -129,8 +129,9 @@ async fn entities_are_counted_by_kind_and_state_whoever_adds_up_meanwhile() {
     world.commit(&Commit { to_state: "active", ..next(&commits[1]) }).await;
     let expected = [(Kind::Sku, "active".to_owned(), 1), draft(39)];
     assert_eq!(counts().await, expected);
+    let pool = world.pool();
     let adding = (0..8).map(|n| async move {
-        if n % 2 == 0 { sweep::add_up_counts(world.pool()).await } else { sweep::count_anew(world.pool()).await }
+        if n % 2 == 0 { sweep::add_up_counts(pool).await } else { sweep::count_anew(pool).await }
     });
     let more: Vec<_> = (100..140).map(create).collect();
     let (added, _) = tokio::join!(futures::future::join_all(adding), world.commit_all(&more));

@@ -1,6 +1,6 @@
 //! Policy values: written within their bounds, for one scope, by one of several at a time, and resolved for whom they are.
 
-use super::world::{Answer, World};
+use super::world::{Answer, Placing, World};
 use axum::http::Method;
 use domain::policy::Key;
 use serde_json::{Value, json};
@@ -152,6 +152,36 @@ async fn an_override_is_taken_back_and_the_less_specific_value_holds_again() {
         .send()
         .await
         .refused(403, "forbidden");
+}
+
+#[tokio::test]
+async fn what_is_made_keeps_to_the_values_that_hold_for_whom_it_is_made() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let isolation = [
+        ("key", json!("allocation.isolation_model")),
+        ("value", json!("full-reimage")),
+        ("scope", json!({ "user_id": "ann" })),
+    ];
+    world.write(&isolation).await.is(201);
+    let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
+    world.write(&ttl).await.is(201);
+    // What is written last is read with what was written before.
+    world.write(&[]).await.is(201);
+    world.resolves("", &json!(7), "global").await;
+
+    for (user, model) in [("ann", "full-reimage"), ("bob", "user-revoke")] {
+        let body = json!({ "sku": "h100x4", "gpu_count": 1 });
+        let rented = world.post("/api/v1/allocations").user(user).key(user).json(&body).send().await;
+        assert_eq!(rented.is(201)["isolation_model"], model, "of {user}");
+    }
+    let other = world.node("h100x4", 4).await;
+    let issued = world.post(&format!("/api/v1/admin/nodes/{other}/enrollment-token")).admin().send().await;
+    let expires: chrono::DateTime<chrono::Utc> = issued.is(201)["expires_at"].as_str().unwrap().parse().unwrap();
+    let left = (expires - chrono::Utc::now()).num_seconds();
+    assert!((0..=60).contains(&left), "it holds for {left} s more");
 }
 
 #[tokio::test]
