@@ -78,6 +78,9 @@ pub struct Flags {
     /// Simulated hardware that fails one kind of task
     #[arg(long, requires = "simulate_gpus")]
     pub simulate_failure: Option<SimulatedFailure>,
+    /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
+    #[arg(long)]
+    pub clean_up: bool,
 }
 
 /// How the agent keeps tenants apart.
@@ -245,6 +248,7 @@ const HOMES: &str = "SVC_NODE_AGENT_HOMES";
 const KEYS: &str = "SVC_NODE_AGENT_AUTHORIZED_KEYS";
 const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
+const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
 /// What the environment says of tenants' accounts; the rest is as in [`Settings::default`].
 fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
@@ -271,6 +275,13 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
         keys: folder(KEYS, defaults.keys)?,
         sudo_commands,
         devices: folder(DEVICES, defaults.devices)?,
+        ssh_listen: match sources.get(SSH_LISTEN) {
+            Some(text) => Some(text.parse().map_err(|_| ConfigError::Value {
+                name: SSH_LISTEN,
+                expected: "an address with a port, as 0.0.0.0:2222",
+            })?),
+            None => None,
+        },
     })
 }
 

@@ -417,6 +417,7 @@ fn placed(allocation_id: AllocationId) -> Placed {
         port: 22,
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
+        host_fingerprint: None,
     }
 }
 
