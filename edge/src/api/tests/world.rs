@@ -234,6 +234,7 @@ impl World {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
             },
+            package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());
