@@ -3,7 +3,7 @@
 //! ```text
 //! STATE/ssh/sshd_config     written at each start
 //!          /host_key(.pub)  made once: what the control plane tells tenants to expect
-//!          /sshd.pid
+//!          /sshd.pid        while it listens
 //! ```
 //!
 //! The agent's own one lets in nobody but tenants, and those with a key alone. Whoever it has let in stays when it is started anew.
@@ -31,6 +31,8 @@ use crate::store::{self, StoreError};
 const OF_THE_MACHINE: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
 /// Where Debian and others keep the folder that sshd insists on.
 const RUN_FOLDER: &str = "/run/sshd";
+/// Says that an agent of this state made that folder.
+const MADE: &str = "run-folder-made";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
@@ -69,13 +71,22 @@ impl Sshd {
             let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
             run("ssh-keygen", std::process::Command::new("ssh-keygen").args(arguments).arg(&key))?;
         }
-        fs::create_dir_all(RUN_FOLDER).map_err(StoreError::at("create", Path::new(RUN_FOLDER)))?;
+        sshd.make_run_folder().map_err(StoreError::at("create", Path::new(RUN_FOLDER)))?;
         // As PAM puts logins into their users' slices where systemd runs, and is of no use elsewhere.
         let pam = Path::new("/run/systemd/system").is_dir();
         store::write_atomically(&sshd.config(), sshd.configuration(keys, listen, pam).as_bytes(), store::PRIVATE)?;
         run("sshd", std::process::Command::new(&sshd.program).arg("-t").arg("-f").arg(sshd.config()))?;
         sshd.end_the_last_one();
         Ok(sshd)
+    }
+
+    /// Where it is not there, the machine has no sshd of its own, and a machine that leaves is to have none of it.
+    fn make_run_folder(&self) -> io::Result<()> {
+        if !Path::new(RUN_FOLDER).exists() {
+            fs::write(self.folder.join(MADE), "")?;
+            fs::create_dir(RUN_FOLDER)?;
+        }
+        Ok(())
     }
 
     fn config(&self) -> PathBuf {
@@ -163,6 +174,10 @@ impl Sshd {
 pub fn end_left_over(state_dir: &Path) {
     let folder = state_dir.join("ssh");
     end_listener(&folder.join("sshd.pid"), &folder.join("sshd_config"));
+    if folder.join(MADE).exists() {
+        // Not where somebody else has put something into it.
+        let _ = fs::remove_dir(RUN_FOLDER);
+    }
 }
 
 fn end_listener(pid_file: &Path, config: &Path) {

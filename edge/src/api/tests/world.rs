@@ -382,6 +382,7 @@ fn inventory(gpus: u32) -> Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
 
