@@ -254,8 +254,10 @@ const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
     let defaults = Settings::default();
     let folder = |name: &'static str, default: PathBuf| match sources.get(name).map(PathBuf::from) {
-        Some(path) if path.is_absolute() => Ok(path),
-        Some(_) => Err(ConfigError::Value { name, expected: "an absolute path" }),
+        Some(path) if path.is_absolute() && is_plain(&path) => Ok(path),
+        Some(_) => {
+            Err(ConfigError::Value { name, expected: "an absolute path without quotes, %, \\ and control characters" })
+        }
         None => Ok(default),
     };
     let uids = match sources.get(UIDS) {
@@ -283,6 +285,12 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
             None => None,
         },
     })
+}
+
+/// Whether a path can stand in a file of sshd's or systemd's and mean itself.
+fn is_plain(path: &Path) -> bool {
+    let means_more = |c: char| c.is_control() || matches!(c, '"' | '\'' | '%' | '\\');
+    path.to_str().is_some_and(|text| !text.chars().any(means_more))
 }
 
 fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {

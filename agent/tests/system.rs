@@ -297,6 +297,62 @@ fn a_home_that_became_a_link_takes_nothing_with_it() {
     });
 }
 
+/// What a shell, a format of files or a terminal could take for more than text.
+const HOSTILE: [&str; 9] = [
+    "$(touch /tmp/HIT)",
+    "`touch /tmp/HIT`",
+    "'; touch /tmp/HIT; \"",
+    "x ALL=(ALL) NOPASSWD: ALL\nx",
+    "x\r\ny",
+    "x\0y",
+    "-rf",
+    "../../etc/passwd",
+    "x\u{2028}y",
+];
+
+#[test]
+fn no_value_of_a_task_is_ever_more_than_a_value() {
+    machine::alone("no_value_of_a_task_is_ever_more_than_a_value", || {
+        let node = Node::start();
+        let state = [Path::new(STATE)];
+        let before = look(&state);
+        for (n, hostile) in HOSTILE.into_iter().enumerate() {
+            let id = Uuid::from_u128(100 + n as u128);
+            let plain = node.provision(id, NAME, &[0]);
+            let refused = |task: &Provision| node.system.provision(task).unwrap_err().code;
+            assert_eq!(
+                refused(&Provision { user_name: hostile.into(), ..plain.clone() }),
+                "invalid_task",
+                "{hostile:?}"
+            );
+            let nobody = Release { allocation_id: id, user_name: hostile.into(), devices: Vec::new() };
+            assert_eq!(node.system.release(&nobody).unwrap_err().code, "invalid_task", "{hostile:?}");
+            let devices = vec![Device { index: 0, uuid: hostile.into() }];
+            assert_eq!(refused(&Provision { devices, ..plain.clone() }), "device_unknown", "{hostile:?}");
+            for key in [
+                hostile.to_owned(),
+                format!("command=\"{hostile}\" ssh-ed25519 AAAA"),
+                format!("ssh-ed25519 AAAA\n{hostile}"),
+                format!("ssh-ed25519 AAAA {hostile}"),
+            ] {
+                // The name of a SKU stands in the agent's own record alone.
+                let task = Provision { authorized_keys: vec![key.clone()], sku: hostile.into(), ..plain.clone() };
+                match node.system.provision(&task) {
+                    Err(refused) => assert_eq!(refused.code, "invalid_task", "{key:?}"),
+                    Ok(_) => {
+                        // A comment, on the one line that there is.
+                        let written = fs::read_to_string("/etc/ssh/gpuaas-keys/tena").unwrap();
+                        assert_eq!((written.lines().count(), written), (1, format!("ssh-ed25519 AAAA {hostile}\n")));
+                        assert_clean(&node.release(id, NAME, &[0]));
+                    }
+                }
+            }
+        }
+        let differences = View::of("/").differences(&before, &look(&state));
+        assert!(differences.is_empty(), "{differences:#?}");
+    });
+}
+
 #[test]
 fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
     machine::alone("a_user_of_the_machine_is_neither_taken_over_nor_removed", || {

@@ -613,5 +613,6 @@ fn inventory(id: NodeId, gpus: u32) -> node::Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
