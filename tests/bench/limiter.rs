@@ -2,7 +2,7 @@
 //! admitted is compared with what the limit allows, burst + rate × time, and has to be within 1 % of it. A second caller within their
 //! limit shows that nobody else pays for the first.
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use futures::future::try_join_all;
 use secrecy::ExposeSecret as _;
 use std::time::{Duration, Instant};
