@@ -19,6 +19,7 @@ mod policy;
 mod probe;
 mod rate_limit;
 mod release;
+mod runtime;
 mod schemathesis;
 mod secrets;
 mod service_accounts;
