@@ -112,7 +112,7 @@ async fn an_entity_is_woken_by_the_first_command_sleeps_and_is_woken_again() {
     assert_eq!(bench.status(COUNTER), Some(Awake), "it was needed less than sleep_after ago");
     sleep(SECOND).await;
     bench.host.rest();
-    eventually(|| bench.status(COUNTER) == None).await;
+    eventually(|| bench.status(COUNTER).is_none()).await;
 
     assert_eq!(bench.ask(COUNTER, Count::Read).await.unwrap().reply, 1);
     assert_eq!(bench.loaded(), 2);
@@ -325,7 +325,7 @@ async fn a_fenced_entity_sends_its_asker_to_the_owner() {
     let bench = Bench::ready().await;
     bench.store.books.lock().unwrap().epochs.insert(shard_of(COUNTER), Epoch(2));
     assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, Err(AskError::NotOwner));
-    eventually(|| bench.status(COUNTER) == None).await;
+    eventually(|| bench.status(COUNTER).is_none()).await;
     assert_eq!(bench.host.failures_total(), 0, "losing an epoch is no failure");
 }
 
