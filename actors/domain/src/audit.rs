@@ -90,7 +90,7 @@ actions! {
     ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
     ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
     ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
-    RuntimeRestart "runtime.restart": "an operator had a parked entity started anew";
+    RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 
 /// One row of the audit log. Who, when and under which correlation id is the shell's to add.
