@@ -224,6 +224,8 @@ pub async fn run_with(
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
         beat_now: Notify::new(),
+        heard: Notify::new(),
+        renew_within: watch::Sender::new(None),
         tasks: TaskTracker::new(),
         stop: stop.child_token(),
         fatal: Mutex::new(None),
@@ -253,6 +255,10 @@ struct Agent {
     poll_settings: watch::Sender<PollSettings>,
     /// Asks for a heartbeat before its time.
     beat_now: Notify,
+    /// Told of each heartbeat that was answered.
+    heard: Notify,
+    /// Where the certificate's authority goes: over how long it is to be renewed.
+    renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,

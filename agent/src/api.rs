@@ -8,7 +8,7 @@ use reqwest::header::{HeaderMap, RETRY_AFTER};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::{AlertDescription, ClientConfig, RootCertStore};
 use secrecy::ExposeSecret as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -52,6 +52,8 @@ pub enum ApiError {
         "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
     )]
     Untrusted(#[source] reqwest::Error),
+    #[error("the control plane does not take the node's certificate: its authority is not trusted any more")]
+    CertificateRefused(#[source] reqwest::Error),
     #[error("the control plane could not be reached")]
     Unreachable(#[source] reqwest::Error),
     #[error("the control plane answered {status}{}", describe(.error.as_ref()))]
@@ -73,7 +75,7 @@ impl ApiError {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused { retry_after, .. } => *retry_after,
-            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
         }
     }
 
@@ -82,7 +84,7 @@ impl ApiError {
     pub fn status(&self) -> Option<StatusCode> {
         match self {
             Self::Refused { status, .. } => Some(*status),
-            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
         }
     }
 
@@ -91,6 +93,7 @@ impl ApiError {
     pub fn code(&self) -> &str {
         match self {
             Self::Untrusted(_) => "tls_untrusted",
+            Self::CertificateRefused(_) => "certificate_refused",
             Self::Unreachable(_) => "unreachable",
             Self::Refused { error, .. } => error.as_ref().map_or("refused", |error| &error.code),
             Self::Unreadable { .. } => "unreadable_answer",
@@ -106,7 +109,11 @@ impl ApiError {
                     && error.code == INVALID_NODE_IDENTITY
                     && error.reason() == Some(reason::NODE_REMOVED)
             }
-            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+            Self::Refused { .. }
+            | Self::Untrusted(_)
+            | Self::CertificateRefused(_)
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => false,
         }
     }
 }
@@ -308,8 +315,11 @@ async fn body(mut response: Response) -> Result<Vec<u8>, ApiError> {
 fn transport_error(error: reqwest::Error) -> ApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
-        if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
-            return ApiError::Untrusted(error);
+        match tls_error(inner) {
+            Some(rustls::Error::InvalidCertificate(_)) => return ApiError::Untrusted(error),
+            // RFC 8446, section 6.2: "a valid certificate chain was received, but the CA could not be matched".
+            Some(rustls::Error::AlertReceived(AlertDescription::UnknownCA)) => return ApiError::CertificateRefused(error),
+            Some(_) | None => {}
         }
         cause = inner.source();
     }

@@ -5,7 +5,7 @@ use chrono::TimeDelta;
 use domain::node::{Order, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, Provision, Release, Task, TaskPayload, sign};
+use wire::task::{Envelope, Provision, Release, Task, TaskPayload};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -35,12 +35,12 @@ pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
     }
 }
 
-/// Signs an order with the control plane's task key.
+/// Signs an order with the control plane's task keys.
 ///
 /// # Errors
 /// The payload does not serialise, which no order does.
 pub fn signed(trust: &Trust, node_id: NodeId, order: &Order, now: Timestamp) -> Result<Envelope, serde_json::Error> {
-    sign(&trust.task_signer, &trust.task_key_id, &payload(node_id, order, now))
+    trust.keys.load().task.sign(&payload(node_id, order, now))
 }
 
 fn task(order: &Order) -> Task {

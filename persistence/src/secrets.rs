@@ -89,6 +89,38 @@ impl Secrets {
         secret.ok_or(StoreError { doing: "reading a secret back", source: sqlx::Error::RowNotFound }.into())
     }
 
+    /// Keeps a new secret.
+    ///
+    /// # Errors
+    /// [`SecretError::Store`] also where there is one of that name.
+    pub async fn create(
+        &self,
+        name: &str,
+        value: &SecretSlice<u8>,
+        public: serde_json::Value,
+    ) -> Result<(), SecretError> {
+        let sealed = |source| SecretError::Sealed { name: name.to_owned(), source };
+        let bytes = self.ring.seal(&place(name), value.expose_secret()).map_err(sealed)?;
+        sqlx::query("INSERT INTO secret (name, key_id, sealed, public) VALUES ($1, $2, $3, $4)")
+            .bind(name)
+            .bind(self.ring.active())
+            .bind(bytes)
+            .bind(public)
+            .execute(&self.pool)
+            .await
+            .doing("writing a secret")?;
+        Ok(())
+    }
+
+    /// Forgets a secret for good. One that is not there is fine.
+    ///
+    /// # Errors
+    /// [`SecretError::Store`]
+    pub async fn destroy(&self, name: &str) -> Result<(), SecretError> {
+        sqlx::query("DELETE FROM secret WHERE name = $1").bind(name).execute(&self.pool).await.doing("deleting a secret")?;
+        Ok(())
+    }
+
     /// The secrets whose names begin so, by name.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use actors::host::EntityRow;
 use actors::place::shard_of;
 use chrono::Utc;
 use domain::{EntityRef, Kind, MemberId};
+use edge::keys::KeysInForce;
 use edge::polls::Polls;
 use edge::runtime::{
     ClusterReport, EntityNode, MemberNode, MemberReport, Readiness, Runtime, RuntimeError, Stats, StatsCommitter,
@@ -45,6 +46,7 @@ pub struct Operations {
     pub pool: PgPool,
     pub polls: Polls,
     pub connections: Connections,
+    pub keys: KeysInForce,
 }
 
 /// What the members ask each other.
@@ -102,6 +104,7 @@ impl Operations {
             shards: shards.len() as u64,
             awake: all.iter().filter(|row| row.status == "awake").count() as u64,
             mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
+            key_sets: self.keys.load().versions(),
         };
         let shown = |row: &EntityRow| row.status != "awake" || wanted.contains(&row.id);
         Part { node, entities: all.into_iter().filter(shown).collect() }
@@ -385,6 +388,7 @@ impl Runtime for Reported {
     }
 
     fn metrics(&self) -> String {
+        self.0.figures.keys(&self.0.keys.load(), Utc::now());
         self.0.figures.page(self.0.moment())
     }
 }

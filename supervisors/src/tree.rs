@@ -59,6 +59,8 @@ pub const TREE: &[Row] = &[
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
+    row("keys", "root", EVERY, ALWAYS, "follows the rotation of keys"),
+    row("keys-words", "keys", EVERY, ALWAYS, "hears that keys were rotated"),
     row("figures", "root", EVERY, BOUNDED, "reads now and then what is shown on /metrics"),
     row("trace-export", "root", EVERY, BOUNDED, "sends spans to the collector, where one is configured"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
@@ -79,7 +81,7 @@ pub const BESIDE: &[&str] = &["rest", "sweep"];
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
 pub const SHUTDOWN: &[&str] =
-    &["edge", "provisioning", "entities", "outbox-relay", "policy", "figures", "cluster", "trace-export"];
+    &["edge", "provisioning", "entities", "outbox-relay", "policy", "keys", "figures", "cluster", "trace-export"];
 
 const fn row(
     name: &'static str,

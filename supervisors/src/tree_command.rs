@@ -122,8 +122,10 @@ fn print(out: &mut impl Write, tree: &Tree) -> std::io::Result<()> {
 }
 
 fn print_member(out: &mut impl Write, member: &MemberNode) -> std::io::Result<()> {
-    let MemberNode { name, id, shards, awake, mailbox_depth, .. } = member;
-    writeln!(out, "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting")?;
+    let MemberNode { name, id, shards, awake, mailbox_depth, key_sets, .. } = member;
+    let keys: Vec<_> = key_sets.iter().map(|(purpose, version)| format!("{purpose} {version}")).collect();
+    let keys = keys.join(", ");
+    writeln!(out, "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting, keys: {keys}")?;
     print_below(out, member, "root", 1)
 }
 

@@ -4,6 +4,7 @@ pub mod audit_seal;
 pub mod auditor;
 pub mod figures;
 pub mod housekeeping;
+pub mod keys;
 pub mod pace;
 pub mod policy;
 pub mod provisioning;

@@ -31,10 +31,26 @@ impl Agent {
         loop {
             let identity = self.identity();
             let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
-            if !self.pause(wait).await || !self.renew_once().await {
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = self.authority_goes() => {}
+                () = self.stop.cancelled() => return,
+            }
+            self.renew_within.send_replace(None);
+            if !self.renew_once().await {
                 return;
             }
         }
+    }
+
+    /// Until the control plane wants the certificate renewed before its time, and a random part of the time that it gives a fleet for it.
+    async fn authority_goes(&self) {
+        let mut wanted = self.renew_within.subscribe();
+        let Ok(within) = wanted.wait_for(Option::is_some).await.map(|within| within.unwrap_or_default()) else {
+            return std::future::pending().await;
+        };
+        info!(within_seconds = within.as_secs(), "the certificate's authority goes: renewing");
+        tokio::time::sleep(within.mul_f64(rand::random())).await;
     }
 
     /// Tries until there is a new certificate. Returns whether the agent goes on.
