@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
@@ -217,7 +217,7 @@ pub async fn run_with(
         gpus,
         executor,
         journal,
-        session: RwLock::new(Session { api, identity }),
+        session: RwLock::new(Session { api, identity, since: Instant::now() }),
         verifiers: Mutex::new(verifiers),
         recovering: tokio::sync::Mutex::default(),
         under_way: Mutex::default(),
@@ -268,6 +268,7 @@ struct Agent {
 struct Session {
     api: Api,
     identity: Identity,
+    since: Instant,
 }
 
 impl Agent {
@@ -298,7 +299,8 @@ impl Agent {
 
     fn take_identity(&self, identity: Identity) -> Result<(), ClientError> {
         let api = Api::with_identity(&self.config, &identity)?;
-        *self.session.write().unwrap_or_else(PoisonError::into_inner) = Session { api, identity };
+        *self.session.write().unwrap_or_else(PoisonError::into_inner) =
+            Session { api, identity, since: Instant::now() };
         Ok(())
     }
 
@@ -318,6 +320,9 @@ impl Agent {
 
     /// Says what went wrong with a call and waits as long as it takes. Returns whether to go on.
     async fn recover_from(&self, error: ApiError, doing: &'static str, backoff: &mut Backoff) -> bool {
+        if matches!(error, ApiError::CertificateRefused(_)) && !self.replace_refused_certificate().await {
+            return false;
+        }
         let error = match Fatal::of(error) {
             Ok(fatal) => {
                 self.fail(fatal);

@@ -315,15 +315,22 @@ async fn body(mut response: Response) -> Result<Vec<u8>, ApiError> {
 fn transport_error(error: reqwest::Error) -> ApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
-        match tls_error(inner) {
-            Some(rustls::Error::InvalidCertificate(_)) => return ApiError::Untrusted(error),
-            // RFC 8446, section 6.2: "a valid certificate chain was received, but the CA could not be matched".
-            Some(rustls::Error::AlertReceived(AlertDescription::UnknownCA)) => return ApiError::CertificateRefused(error),
-            Some(_) | None => {}
+        if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
+            return ApiError::Untrusted(error);
+        }
+        if is_unknown_ca(inner) {
+            return ApiError::CertificateRefused(error);
         }
         cause = inner.source();
     }
     ApiError::Unreachable(error)
+}
+
+/// The alert `unknown_ca` (RFC 8446, section 6.2). In TLS 1.3 it comes after the handshake is done here, and HTTP/2 keeps of what it
+/// reads then the words alone.
+fn is_unknown_ca(error: &(dyn std::error::Error + 'static)) -> bool {
+    let alert = rustls::Error::AlertReceived(AlertDescription::UnknownCA);
+    tls_error(error) == Some(&alert) || error.to_string().contains(&alert.to_string())
 }
 
 /// TLS errors come wrapped into I/O errors, more than once, and those skip what they wrap when asked for their source.

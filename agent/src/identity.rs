@@ -399,6 +399,7 @@ mod tests {
             not_after: Utc::now(),
             recovery: Recovery { identity_generation: 1, remaining: 5 },
             verifier_sets: vec![],
+            node_ca_bundle_pem: None,
         }
     }
 

@@ -23,6 +23,10 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
+pub use key_set::{
+    AllKeys, AtRestKey, AtRestView, Changed, CutOff, KeyPhase, KeyPurpose, KeySetView, KeyView, ReplicaKeys,
+};
+
 use crate::correlation::{Outermost, Service};
 use crate::error::Code;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
@@ -168,6 +172,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/keys/stage"                         => key_set::stage, StateConflict;
         Admin  PostOnce "/api/v1/admin/keys/activate"                      => key_set::activate, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/keys/retire"                        => key_set::retire, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/rewrap"                        => key_set::rewrap, StateConflict;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

@@ -105,7 +105,9 @@ impl NodeCertificate {
 
 fn authority_of(certificate: &X509Certificate<'_>) -> Option<String> {
     certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
-        ParsedExtension::AuthorityKeyIdentifier(authority) => authority.key_identifier.as_ref().map(|id| hex::encode(id.0)),
+        ParsedExtension::AuthorityKeyIdentifier(authority) => {
+            authority.key_identifier.as_ref().map(|id| hex::encode(id.0))
+        }
         _ => None,
     })
 }

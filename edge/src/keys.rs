@@ -97,7 +97,10 @@ impl Keys {
     /// # Errors
     /// [`KeysError`], also where the key ring does not open what is sealed.
     pub async fn read(secrets: &Secrets, reads: &Reads, domain: &TrustDomain) -> Result<Self, KeysError> {
-        Ok(Self { task: TaskKeys::read(secrets, reads).await?, node: NodeAuthorities::read(secrets, reads, domain).await? })
+        Ok(Self {
+            task: TaskKeys::read(secrets, reads).await?,
+            node: NodeAuthorities::read(secrets, reads, domain).await?,
+        })
     }
 
     /// The version of each set, by its purpose's name.
@@ -202,8 +205,7 @@ impl TaskKeys {
     pub fn sign(&self, payload: &TaskPayload) -> Result<Envelope, serde_json::Error> {
         let bytes = serde_json::to_vec(payload)?;
         let signing = self.signers().filter(|(phase, _)| matches!(phase, Phase::Active | Phase::Grace));
-        let signatures =
-            signing.map(|(_, held)| KeySignature::over(&held.key, &held.id, TASK_TYPE, &bytes)).collect();
+        let signatures = signing.map(|(_, held)| KeySignature::over(&held.key, &held.id, TASK_TYPE, &bytes)).collect();
         Ok(Envelope { payload_type: TASK_TYPE.to_owned(), payload: bytes, signatures })
     }
 

@@ -403,7 +403,10 @@ mod tests {
             (read.node_id, read.serial.as_str(), read.not_after),
             (node_id, issued.serial.as_str(), issued.not_after)
         );
-        assert_eq!((read.authority.as_str(), issued.authority.as_str()), (&*ca.authority().key_id, &*ca.authority().id));
+        assert_eq!(
+            (read.authority.as_str(), issued.authority.as_str()),
+            (&*ca.authority().key_id, &*ca.authority().id)
+        );
         assert!(issued.serial.len() >= 32);
         assert!(issued.chain_pem.contains("BEGIN CERTIFICATE"));
     }

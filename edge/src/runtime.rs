@@ -100,6 +100,9 @@ pub struct MemberNode {
     /// The version of each set of keys that it goes by, by its purpose.
     #[serde(default)]
     pub key_sets: BTreeMap<String, u64>,
+    /// The key of the key ring that seals there.
+    #[serde(default)]
+    pub seals_with: String,
 }
 
 /// Something that runs as long as its process.

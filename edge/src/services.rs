@@ -15,8 +15,8 @@ use crate::tls::connections::Connections;
 use actors::Directory;
 use actors::ports::World;
 use axum::extract::FromRef;
-use persistence::{Reads, Secrets};
 use persistence::envelope::KeyRing;
+use persistence::{Reads, Secrets};
 use std::sync::Arc;
 use telemetry::Sampling;
 

@@ -3,6 +3,7 @@
 
 use crate::envelope::{EnvelopeError, KeyRing, Place};
 use crate::error::{Doing, StoreError};
+use crate::rewrap::Rewrap;
 use domain::machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
 use sqlx::postgres::PgRow;
@@ -44,6 +45,12 @@ impl Secrets {
     #[must_use]
     pub const fn new(pool: PgPool, ring: Arc<KeyRing>) -> Self {
         Self { pool, ring }
+    }
+
+    /// Everything that is sealed, here and elsewhere.
+    #[must_use]
+    pub fn rewrap(&self) -> Rewrap {
+        Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
     }
 
     /// The secret of that name, where there is one.
@@ -117,7 +124,11 @@ impl Secrets {
     /// # Errors
     /// [`SecretError::Store`]
     pub async fn destroy(&self, name: &str) -> Result<(), SecretError> {
-        sqlx::query("DELETE FROM secret WHERE name = $1").bind(name).execute(&self.pool).await.doing("deleting a secret")?;
+        sqlx::query("DELETE FROM secret WHERE name = $1")
+            .bind(name)
+            .execute(&self.pool)
+            .await
+            .doing("deleting a secret")?;
         Ok(())
     }
 
@@ -152,6 +163,6 @@ impl Secrets {
     }
 }
 
-const fn place(name: &str) -> Place<'_> {
+pub(crate) const fn place(name: &str) -> Place<'_> {
     Place { table: "secret", column: "sealed", row: name }
 }

@@ -78,7 +78,10 @@ impl ProcessFigures {
         )?;
         registry.register(Box::new(read_at.clone()))?;
         let key_age = GaugeVec::new(
-            Opts::new("key_phase_age_seconds", "Since when a key of the service is in its phase, as this process knows it."),
+            Opts::new(
+                "key_phase_age_seconds",
+                "Since when a key of the service is in its phase, as this process knows it.",
+            ),
             &["purpose", "phase", "key_id"],
         )?;
         registry.register(Box::new(key_age.clone()))?;

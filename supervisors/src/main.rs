@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
+use supervisors::keys_command::{self, KeysArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
@@ -34,6 +35,8 @@ enum Command {
     BeginIncarnation,
     /// Shows the supervision tree of the running cluster.
     Tree(TreeArgs),
+    /// Shows the service's own keys, and rotates them.
+    Keys(KeysArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
 }
@@ -68,6 +71,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
         Command::Tree(args) => tree_command::run(args).await?,
+        Command::Keys(args) => keys_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
     Ok(ExitCode::SUCCESS)

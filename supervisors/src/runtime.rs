@@ -47,6 +47,8 @@ pub struct Operations {
     pub polls: Polls,
     pub connections: Connections,
     pub keys: KeysInForce,
+    /// The id of the key-encryption key that seals here.
+    pub seals_with: String,
 }
 
 /// What the members ask each other.
@@ -105,6 +107,7 @@ impl Operations {
             awake: all.iter().filter(|row| row.status == "awake").count() as u64,
             mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
             key_sets: self.keys.load().versions(),
+            seals_with: self.seals_with.clone(),
         };
         let shown = |row: &EntityRow| row.status != "awake" || wanted.contains(&row.id);
         Part { node, entities: all.into_iter().filter(shown).collect() }

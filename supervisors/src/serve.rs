@@ -16,6 +16,7 @@ use crate::workers::keys::{Keeper, NodeAcceptor};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
+use crate::workers::rewrap::Rewrapper;
 use crate::workers::{figures, housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
@@ -145,6 +146,7 @@ impl Process {
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
         let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
+        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
         let keeper = Arc::new(Keeper {
             reads: reads.clone(),
@@ -202,6 +204,7 @@ impl Process {
             polls: polls.clone(),
             connections: connections.clone(),
             keys: keeper.in_force.clone(),
+            seals_with: ring.active().to_owned(),
         };
         let audit_key = trust::audit_key(&keeper.secrets).await?;
         let sealer = Sealer::new(pool.clone(), member, audit_key);
@@ -309,6 +312,12 @@ impl Process {
         works.insert("policy-words", work(&values, |(here, _, bus)| policy::listen(here, bus)));
         works.insert("keys", work(&self.keeper, |keeper| async move { keeper.keep().await }));
         works.insert("keys-words", work(&self.keeper, |keeper| async move { keeper.listen().await }));
+        let values = self.keeper.secrets.rewrap();
+        let (directory, host) = (self.directory.clone(), Arc::clone(&self.host));
+        let rewrapper = Rewrapper::register(&self.registry, directory, host, self.reads.clone(), values)?;
+        let rewrapper = (Arc::new(rewrapper), self.bus.clone());
+        works.insert("rewrap", work(&rewrapper, |(rewrapper, _)| async move { rewrapper.run().await }));
+        works.insert("rewrap-words", work(&rewrapper, |(rewrapper, bus)| async move { rewrapper.listen(bus).await }));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",

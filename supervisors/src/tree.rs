@@ -56,6 +56,8 @@ pub const TREE: &[Row] = &[
     row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("rewrap", "entities", &[Role::Entities], BOUNDED, "seals anew what a key of the key ring has sealed that goes"),
+    row("rewrap-words", "rewrap", &[Role::Entities], ALWAYS, "hears that a key of the key ring was put to use"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
@@ -76,7 +78,7 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep"];
+pub const BESIDE: &[&str] = &["rest", "sweep", "rewrap"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.

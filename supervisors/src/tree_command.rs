@@ -1,33 +1,15 @@
 //! `gpuaas tree`: the supervision tree of the whole cluster, in a terminal.
 
-use anyhow::{Context, bail};
+use crate::operator::OperatorArgs;
 use comfy_table::{Table, presets};
 use edge::runtime::{EntityNode, MemberNode, Tree};
-use secrecy::{ExposeSecret, SecretString};
 use std::io::Write;
-use std::path::PathBuf;
 
-/// Whom to ask, as whom, and for what.
+/// Whom to ask, and for what.
 #[derive(Debug, clap::Args)]
 pub struct TreeArgs {
-    /// A replica, or the balancer in front of them.
-    #[arg(long, env = "SVC_BASE_URL")]
-    base_url: String,
-    /// What the server's certificate is verified by.
-    #[arg(long, env = "SVC_CA_BUNDLE_PATH")]
-    ca_bundle: Option<PathBuf>,
-    #[arg(long, env = "SVC_AUTH_URL")]
-    auth_url: String,
-    #[arg(long, env = "SVC_REALM")]
-    realm: String,
-    #[arg(long, env = "SVC_CLIENT_ID")]
-    client_id: String,
-    #[arg(long, env = "SVC_CLIENT_SECRET", hide_env_values = true)]
-    client_secret: SecretString,
-    #[arg(long, env = "SVC_ADMIN_USERNAME")]
-    username: String,
-    #[arg(long, env = "SVC_ADMIN_PASSWORD", hide_env_values = true)]
-    password: SecretString,
+    #[command(flatten)]
+    operator: OperatorArgs,
     /// Entities of this kind: node, allocation, sku, tenant.
     #[arg(long)]
     kind: Option<String>,
@@ -47,56 +29,15 @@ pub struct TreeArgs {
 /// # Errors
 /// Where nobody answers, or the answer is a refusal: it is quoted.
 pub async fn run(args: TreeArgs) -> anyhow::Result<()> {
-    let client = client(&args).await?;
-    let token = token(&client, &args).await?;
-    let tree = ask(&client, &args, &token).await?;
-    let mut out = std::io::stdout().lock();
-    print(&mut out, &tree)?;
-    Ok(())
-}
-
-async fn client(args: &TreeArgs) -> anyhow::Result<reqwest::Client> {
-    let mut client = reqwest::Client::builder();
-    if let Some(path) = &args.ca_bundle {
-        let pem = tokio::fs::read(path).await.with_context(|| format!("cannot read {}", path.display()))?;
-        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(&pem)?);
-    }
-    Ok(client.build()?)
-}
-
-async fn token(client: &reqwest::Client, args: &TreeArgs) -> anyhow::Result<SecretString> {
-    #[derive(serde::Deserialize)]
-    struct Granted {
-        access_token: SecretString,
-    }
-    let form = [
-        ("grant_type", "password"),
-        ("client_id", &args.client_id),
-        ("client_secret", args.client_secret.expose_secret()),
-        ("username", &args.username),
-        ("password", args.password.expose_secret()),
-    ];
-    let url = format!("{}/realms/{}/protocol/openid-connect/token", args.auth_url, args.realm);
-    let answer = client.post(url).form(&form).send().await.context("the identity provider cannot be reached")?;
-    if !answer.status().is_success() {
-        bail!("the identity provider refused: {}", answer.text().await?);
-    }
-    Ok(answer.json::<Granted>().await?.access_token)
-}
-
-async fn ask(client: &reqwest::Client, args: &TreeArgs, token: &SecretString) -> anyhow::Result<Tree> {
     let mut query: Vec<(&str, &str)> = Vec::new();
     query.extend(args.kind.as_deref().map(|kind| ("kind", kind)));
     query.extend(args.state.as_deref().map(|state| ("state", state)));
     query.extend(args.overdue.then_some(("overdue", "true")));
     query.extend(args.parked.then_some(("parked", "true")));
-    let url = format!("{}/api/v1/admin/runtime/tree", args.base_url);
-    let request = client.get(url).query(&query).bearer_auth(token.expose_secret());
-    let answer = request.send().await.context("the control plane cannot be reached")?;
-    if !answer.status().is_success() {
-        bail!("the control plane refused: {}", answer.text().await?);
-    }
-    Ok(answer.json().await?)
+    let tree = args.operator.connect().await?.get("/api/v1/admin/runtime/tree", &query).await?;
+    let mut out = std::io::stdout().lock();
+    print(&mut out, &tree)?;
+    Ok(())
 }
 
 fn print(out: &mut impl Write, tree: &Tree) -> std::io::Result<()> {
@@ -125,7 +66,10 @@ fn print_member(out: &mut impl Write, member: &MemberNode) -> std::io::Result<()
     let MemberNode { name, id, shards, awake, mailbox_depth, key_sets, .. } = member;
     let keys: Vec<_> = key_sets.iter().map(|(purpose, version)| format!("{purpose} {version}")).collect();
     let keys = keys.join(", ");
-    writeln!(out, "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting, keys: {keys}")?;
+    writeln!(
+        out,
+        "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting, keys: {keys}"
+    )?;
     print_below(out, member, "root", 1)
 }
 

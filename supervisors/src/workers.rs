@@ -10,4 +10,5 @@ pub mod policy;
 pub mod provisioning;
 pub mod reactor;
 pub mod relay;
+pub mod rewrap;
 pub mod timers;

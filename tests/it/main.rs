@@ -10,6 +10,7 @@ mod foreign_provider;
 mod generated_client;
 mod harness;
 mod input;
+mod keys;
 mod main_job;
 mod observability;
 mod openapi;

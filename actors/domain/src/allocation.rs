@@ -180,6 +180,10 @@ pub enum Command {
     },
     /// Its tenant still counts it against the quota.
     StillCounted,
+    /// The request as it came in, sealed anew under another key.
+    Reseal {
+        scheduler_request_enc: String,
+    },
     Tick,
 }
 
@@ -198,6 +202,7 @@ impl machine::Command for Command {
             Self::Cleaned { .. } => "cleaned",
             Self::CleanupFailed { .. } => "cleanup_failed",
             Self::StillCounted => "still_counted",
+            Self::Reseal { .. } => "reseal",
             Self::Tick => "tick",
         }
     }
@@ -215,6 +220,7 @@ impl machine::Command for Command {
             | Self::Cleaned { .. }
             | Self::CleanupFailed { .. }
             | Self::StillCounted
+            | Self::Reseal { .. }
             | Self::Tick => Action::Advance,
         }
     }

@@ -232,7 +232,10 @@ impl machine::Command for Command {
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
     /// The version that the set is in after the command, and the key that moved.
-    At { version: u64, id: String },
+    At {
+        version: u64,
+        id: String,
+    },
     Done,
 }
 
@@ -456,7 +459,8 @@ impl KeySet {
     fn forget_the_oldest(&mut self) {
         let retired = |key: &Key| key.standing == Standing::Retired;
         while self.keys.iter().filter(|key| retired(key)).count() > REMEMBERED {
-            let oldest = self.keys.iter().enumerate().filter(|(_, key)| retired(key)).min_by_key(|(_, key)| key.entered_at);
+            let oldest =
+                self.keys.iter().enumerate().filter(|(_, key)| retired(key)).min_by_key(|(_, key)| key.entered_at);
             let Some(at) = oldest.map(|(at, _)| at) else { return };
             self.keys.remove(at);
         }
@@ -504,14 +508,7 @@ impl KeySet {
         next.told(AuditAction::KeysRetire, id, metadata, "nothing is sealed under it any more", ctx)
     }
 
-    fn told(
-        self,
-        action: AuditAction,
-        id: &str,
-        metadata: serde_json::Value,
-        why: &str,
-        ctx: &Ctx<'_>,
-    ) -> Step<Self> {
+    fn told(self, action: AuditAction, id: &str, metadata: serde_json::Value, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
         let audit = Audit::new(action, EntityRef { kind: Kind::KeySet, id: ctx.id }, metadata);
         let event = Event::TrustChanged { set_id: KeySetId(ctx.id), purpose: self.purpose, version: self.version };
         let reply = self.reply(id);

@@ -87,6 +87,11 @@ pub struct Behaviour {
     pub results: StatusCode,
     pub certificate_life: TimeDelta,
     pub verifier_sets: Vec<VerifierSet>,
+    /// Is sent whatever the agent knows.
+    pub lowest_set: Option<VerifierSet>,
+    /// The bundle of node authorities, PEM.
+    pub node_authorities: Option<String>,
+    pub renew_within_seconds: Option<u32>,
 }
 
 #[derive(Clone)]
@@ -105,6 +110,9 @@ impl Fake {
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
             verifier_sets: vec![],
+            lowest_set: None,
+            node_authorities: None,
+            renew_within_seconds: None,
         };
         let shared = Arc::new(Shared {
             node_id,
@@ -297,6 +305,7 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
         not_after,
         recovery: Recovery { identity_generation: shared.seen.lock().unwrap().generation, remaining: 5 },
         verifier_sets: vec![],
+        node_ca_bundle_pem: None,
     }
 }
 
@@ -385,14 +394,20 @@ async fn result(
 }
 
 async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
-    let known = heartbeat.verifier_set_version;
+    let (known, kept) = (heartbeat.verifier_set_version, heartbeat.node_ca_bundle_fingerprint.clone());
     shared.seen.lock().unwrap().heartbeats.push(heartbeat);
-    let sets = shared.behaviour.lock().unwrap().verifier_sets.clone();
+    let (sets, lowest, authorities, renew_within_seconds) = {
+        let behaviour = shared.behaviour.lock().unwrap();
+        let lowest = behaviour.lowest_set.clone();
+        (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
+    };
     Json(HeartbeatAnswer {
         server_time: Utc::now(),
         next_heartbeat_seconds: 1,
-        verifier_sets: sets.into_iter().filter(|set| set.version > known).collect(),
+        verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
+        node_ca_bundle_pem: authorities.filter(|pem| kept != Some(fingerprint(pem))),
+        renew_within_seconds,
     })
     .into_response()
 }

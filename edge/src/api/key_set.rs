@@ -17,11 +17,11 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::asking::{Asking, May, RotateKeys, replayed};
-use super::field::{KeyId, Reason};
+use super::field::{Because, KeyId, Reason};
 use crate::answer::Explain as _;
 use crate::body;
 use crate::error::{ApiError, Code};
-use crate::keys::{Keys, KeysError, make, set_id};
+use crate::keys::{Keys, KeysError, make, set_id, stored};
 use crate::runtime::TreeFilter;
 use crate::services::Services;
 
@@ -37,16 +37,16 @@ const NONE: NewKey = NewKey { id: String::new(), public: String::new() };
 /// What keys are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum KeyPurpose {
+pub enum KeyPurpose {
     /// They sign what agents execute.
     TaskSigning,
     /// They certify nodes.
     NodeCa,
 }
 
-#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum KeyPhase {
+pub enum KeyPhase {
     /// Trusted everywhere, and not used yet.
     Staged,
     /// Used.
@@ -78,76 +78,102 @@ pub(super) struct KeyStep {
 }
 
 /// All keys of the service that are rotated.
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct AllKeys {
-    sets: Vec<KeySetView>,
-    replicas: Vec<ReplicaKeys>,
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct AllKeys {
+    pub sets: Vec<KeySetView>,
+    pub at_rest: AtRestView,
+    pub replicas: Vec<ReplicaKeys>,
+}
+
+/// The keys of the key ring, by which is sealed what must be readable again.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = KeysAtRest)]
+pub struct AtRestView {
+    /// Rises with every change; 0 where none was ever put to use by `rewrap`.
+    pub version: u64,
+    pub keys: Vec<AtRestKey>,
+}
+
+/// A key of the key ring, without itself.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = KeyAtRest)]
+pub struct AtRestKey {
+    pub key_id: String,
+    /// None where it was never part of a rotation.
+    pub phase: Option<KeyPhase>,
+    pub since: Option<DateTime<Utc>>,
+    /// How many values are sealed under it: one without any may leave the key ring.
+    pub sealed: u64,
 }
 
 /// The keys of one purpose.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = KeySet)]
-pub(super) struct KeySetView {
-    purpose: KeyPurpose,
+pub struct KeySetView {
+    pub purpose: KeyPurpose,
     /// Rises with every change.
-    version: u64,
+    pub version: u64,
     /// In the order in which they came.
-    keys: Vec<KeyView>,
+    pub keys: Vec<KeyView>,
 }
 
 /// A key, as far as it may be known.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = Key)]
-pub(super) struct KeyView {
-    key_id: String,
-    phase: KeyPhase,
+pub struct KeyView {
+    pub key_id: String,
+    pub phase: KeyPhase,
     /// Since when it is in its phase.
-    since: DateTime<Utc>,
+    pub since: DateTime<Utc>,
     /// When it shows as overdue where nobody moves it on.
-    until: Option<DateTime<Utc>>,
-    made_at: DateTime<Utc>,
+    pub until: Option<DateTime<Utc>>,
+    pub made_at: DateTime<Utc>,
     /// The public key or the certificate.
-    public: String,
+    pub public: String,
     /// Of an authority: the nodes whose certificates are by it alone.
-    dependents: Option<u64>,
+    pub dependents: Option<u64>,
 }
 
 /// What a replica goes by.
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct ReplicaKeys {
-    name: String,
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct ReplicaKeys {
+    pub name: String,
     /// False where it did not answer: the versions are not known.
-    answers: bool,
-    versions: BTreeMap<String, u64>,
+    pub answers: bool,
+    pub versions: BTreeMap<String, u64>,
+    /// The key of its key ring that seals.
+    pub seals_with: Option<String>,
 }
 
 /// A set after a change.
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct Changed {
-    set: KeySetView,
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct Changed {
+    pub set: KeySetView,
     /// The key that was changed.
-    key_id: String,
+    pub key_id: String,
     /// Replicas that do not go by it yet; none where the answer is 200 or 201.
-    waiting_for: Vec<String>,
+    pub waiting_for: Vec<String>,
     /// Nodes that have to recover their identity or to be enrolled anew, at most 100 of them.
-    cut_off: Vec<CutOff>,
+    pub cut_off: Vec<CutOff>,
 }
 
 /// A node without a certificate by a trusted authority.
-#[derive(Clone, Debug, Serialize, ToSchema)]
-pub(super) struct CutOff {
-    node_id: Uuid,
-    host: String,
+#[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
+pub struct CutOff {
+    pub node_id: Uuid,
+    pub host: String,
     /// When the certificate that it has would have ended.
-    certificate_not_after: DateTime<Utc>,
+    pub certificate_not_after: DateTime<Utc>,
 }
 
 /// The service's own keys, and where each stands in its rotation.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The keys.", body = AllKeys)))]
 pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -> Result<Json<AllKeys>, ApiError> {
     let keys = read(&services).await?;
-    let sets = vec![view(&services, &keys, Purpose::TaskSigning).await?, view(&services, &keys, Purpose::NodeCa).await?];
-    Ok(Json(AllKeys { sets, replicas: replicas(&services).await? }))
+    let sets =
+        vec![view(&services, &keys, Purpose::TaskSigning).await?, view(&services, &keys, Purpose::NodeCa).await?];
+    let at_rest = at_rest(&services).await?;
+    Ok(Json(AllKeys { sets, at_rest, replicas: replicas(&services).await? }))
 }
 
 /// Makes a key and has it trusted everywhere. Nothing uses it yet.
@@ -245,6 +271,55 @@ pub(super) async fn retire(
     doing.carried_out(&asking.urgently(), &services, &asked, StatusCode::OK).await
 }
 
+/// Has everything sealed anew under the key of the key ring that is active in its file.
+///
+/// It goes on in the background, whatever dies; GET of the keys shows what is left under each key. It is refused while a replica seals
+/// with another key.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = Because,
+    responses((status = 202, description = "It goes on.", body = AtRestView)),
+)]
+pub(super) async fn rewrap(
+    May { asking, .. }: May<RotateKeys>,
+    State(services): State<Services>,
+    body::Json(asked): body::Json<Because>,
+) -> Result<Response, ApiError> {
+    let values = services.trust.secrets.rewrap();
+    let id = values.active().to_owned();
+    let others = replicas(&services).await?.into_iter().filter(|replica| replica.seals_with.as_ref() != Some(&id));
+    let others: Vec<_> = others.map(|replica| replica.name).collect();
+    if !others.is_empty() && !asking.is_repetition().await? {
+        let names = others.join(", ");
+        return Err(ApiError::new(
+            Code::StateConflict,
+            format!("Not every replica seals with key {id}: {names}. Make it active in their key rings and restart them first."),
+        )
+        .detail("key_id", id)
+        .detail("waiting_for", serde_json::json!(others)));
+    }
+    let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
+    let command = Command::Adopt { id, outgoing, reason: asked.reason.to_string() };
+    let answered = asking.ask::<KeySet>(set_id(Purpose::AtRest), command, &asked).await?;
+    Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
+}
+
+async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
+    let mut sealed = services.trust.secrets.rewrap().sealed().await?;
+    let set = stored(&services.reads, Purpose::AtRest).await?;
+    let known = |key: &Key| AtRestKey {
+        key_id: key.id.clone(),
+        phase: Some(KeyPhase::of(key.standing.phase())),
+        since: Some(key.entered_at),
+        sealed: sealed.remove(&key.id).unwrap_or(0),
+    };
+    let version = set.as_ref().map_or(0, |set| set.version);
+    let mut keys: Vec<_> = set.iter().flat_map(|set| &set.keys).map(known).collect();
+    keys.extend(sealed.into_iter().map(|(key_id, sealed)| AtRestKey { key_id, phase: None, since: None, sealed }));
+    Ok(AtRestView { version, keys })
+}
+
 /// A change under way.
 struct Doing {
     purpose: Purpose,
@@ -308,12 +383,7 @@ const fn set_of(keys: &Keys, purpose: Purpose) -> &KeySet {
     }
 }
 
-async fn dependents(
-    services: &Services,
-    keys: &Keys,
-    id: &str,
-    named: u32,
-) -> Result<(Vec<CutOff>, u64), ApiError> {
+async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> Result<(Vec<CutOff>, u64), ApiError> {
     let founding = keys.node.founding == id;
     let (nodes, count) = services.reads.dependents(id, founding, services.world.now(), named).await?;
     let cut_off = |of: persistence::read::Dependent| CutOff {
@@ -343,13 +413,16 @@ async fn waiting_for(services: &Services, purpose: Purpose, version: u64) -> Res
 }
 
 async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
-    let tree = services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
+    let tree =
+        services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
     let answer = |member: crate::runtime::MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,
+        seals_with: Some(member.seals_with).filter(|id| !id.is_empty()),
     };
-    let silent = |id: Uuid| ReplicaKeys { name: id.to_string(), answers: false, versions: BTreeMap::new() };
+    let silent =
+        |id: Uuid| ReplicaKeys { name: id.to_string(), answers: false, versions: BTreeMap::new(), seals_with: None };
     Ok(tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect())
 }
 
@@ -370,12 +443,11 @@ async fn view(services: &Services, keys: &Keys, purpose: Purpose) -> Result<KeyS
 
 impl KeyView {
     fn of(key: &Key, dependents: Option<u64>) -> Self {
-        let (phase, until) = match key.standing {
-            Standing::Staged { until } => (KeyPhase::Staged, Some(until)),
-            Standing::Active => (KeyPhase::Active, None),
-            Standing::Grace { until } => (KeyPhase::Grace, Some(until)),
-            Standing::Retired => (KeyPhase::Retired, None),
+        let until = match key.standing {
+            Standing::Staged { until } | Standing::Grace { until } => Some(until),
+            Standing::Active | Standing::Retired => None,
         };
+        let phase = KeyPhase::of(key.standing.phase());
         Self {
             key_id: key.id.clone(),
             phase,
@@ -384,6 +456,37 @@ impl KeyView {
             made_at: key.made_at,
             public: key.public.clone(),
             dependents,
+        }
+    }
+}
+
+impl KeyPurpose {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::TaskSigning => Purpose::TaskSigning.name(),
+            Self::NodeCa => Purpose::NodeCa.name(),
+        }
+    }
+}
+
+impl KeyPhase {
+    const fn of(phase: Phase) -> Self {
+        match phase {
+            Phase::Staged => Self::Staged,
+            Phase::Active => Self::Active,
+            Phase::Grace => Self::Grace,
+            Phase::Retired => Self::Retired,
+        }
+    }
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Staged => Phase::Staged.name(),
+            Self::Active => Phase::Active.name(),
+            Self::Grace => Phase::Grace.name(),
+            Self::Retired => Phase::Retired.name(),
         }
     }
 }
@@ -402,7 +505,9 @@ impl From<KeysError> for ApiError {
         match error {
             KeysError::Store(error) => Self::from(error),
             KeysError::Secret(persistence::secrets::SecretError::Store(error)) => Self::from(error),
-            error @ (KeysError::Secret(_) | KeysError::Damaged { .. } | KeysError::Authority(_)) => Self::internal(error),
+            error @ (KeysError::Secret(_) | KeysError::Damaged { .. } | KeysError::Authority(_)) => {
+                Self::internal(error)
+            }
         }
     }
 }

@@ -122,10 +122,9 @@ impl<T> Watched<T> {
     /// Ready with the error once the connection has been cut; wakes the task when it is.
     fn poll_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
         match &mut self.cut {
-            Some(cut) => cut
-                .as_mut()
-                .poll(context)
-                .map(|()| io::Error::new(io::ErrorKind::ConnectionAborted, "the node was removed, or its authority retired")),
+            Some(cut) => cut.as_mut().poll(context).map(|()| {
+                io::Error::new(io::ErrorKind::ConnectionAborted, "the node was removed, or its authority retired")
+            }),
             None => Poll::Pending,
         }
     }

@@ -115,7 +115,9 @@ impl Keeper {
             }
             match self.follow().await {
                 Ok(()) => read_at = Instant::now(),
-                Err(error) => tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on"),
+                Err(error) => {
+                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on")
+                }
             }
         }
     }

@@ -73,7 +73,10 @@ fn a_key_goes_from_staged_to_active_to_grace_to_retired_and_each_step_is_publish
     let early = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3659));
     assert_eq!(early.err(), Some(Rejection::InGrace { id: "one".into(), until: at(3660) }));
     let done = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3660)).unwrap();
-    assert_eq!((done.audit[0].action, done.audit[0].metadata["forced"].clone()), (AuditAction::KeysRetire, json!(false)));
+    assert_eq!(
+        (done.audit[0].action, done.audit[0].metadata["forced"].clone()),
+        (AuditAction::KeysRetire, json!(false))
+    );
     let done = done.next.unwrap();
     assert_eq!((done.state(), done.listed().len(), done.chain.len()), ("settled", 1, 3));
 }

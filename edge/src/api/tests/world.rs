@@ -318,7 +318,12 @@ impl World {
         let enrollment = Enrollment {
             token_sha256: hash.to_bytes(),
             csr_sha256: [0; 32],
-            issued: Certificate { serial: "01".into(), not_after: now + TimeDelta::days(1), generation: 0, authority: None },
+            issued: Certificate {
+                serial: "01".into(),
+                not_after: now + TimeDelta::days(1),
+                generation: 0,
+                authority: None,
+            },
             recovery_public_key: "key".into(),
             boot_id: "boot".into(),
             agent_version: "1.0.0".into(),

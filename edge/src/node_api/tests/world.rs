@@ -51,9 +51,9 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use wire::keys::{KeyStatus, VerifierKey};
+
 use wire::task::{TaskPayload, open};
-use wire::{PublicKey, VerifierSet, Verifiers};
+use wire::{VerifierSet, Verifiers};
 
 pub(super) struct World {
     pub(super) services: Services,
@@ -111,7 +111,13 @@ impl World {
         let pool = persistence::pool::open(&unreachable).unwrap();
         let terms = Shard::all().map(|shard| Term { shard, epoch: Epoch(1) }).collect();
         let memory = Arc::new(Memory::default());
-        let mut world = Self::over(Arc::clone(&memory) as Arc<dyn Store>, (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring())), terms, None).await;
+        let mut world = Self::over(
+            Arc::clone(&memory) as Arc<dyn Store>,
+            (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring())),
+            terms,
+            None,
+        )
+        .await;
         world.memory = memory;
         world
     }
