@@ -226,7 +226,8 @@ async fn the_node_authority_rotates_with_overlapping_trust_and_whoever_it_cuts_o
         refused.body["details"]["nodes"].as_array().unwrap().iter().map(|it| it["node_id"].clone()).collect();
     assert!(named.contains(&json!(sleeper.id)) && named.contains(&json!(by_hand.id)), "{refused}");
     let resuming = hand.client_without_pool();
-    let wait = |client| hand.request_with(client, by_hand.id, Method::GET, "tasks/wait?timeout_seconds=1");
+    let wait =
+        |client: &reqwest::Client| hand.request_with(client, by_hand.id, Method::GET, "tasks/wait?timeout_seconds=1");
     assert_eq!(answer_to(wait(&resuming)).await.unwrap().status.as_u16(), 204, "its session can be resumed");
     hand.heartbeat().await.ok();
 

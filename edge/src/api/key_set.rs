@@ -226,7 +226,8 @@ pub(super) async fn activate(
     let purpose = Purpose::from(asked.purpose);
     if !asked.force && !asking.is_repetition().await? {
         let version = set_of(&read(&services).await?, purpose).version;
-        let behind = waiting_for(&services, purpose, version).await?;
+        // One that died a moment ago counts until it is missed.
+        let behind = until_heard(&services, purpose, version).await?;
         if !behind.is_empty() {
             let names = behind.join(", ");
             return Err(ApiError::new(
