@@ -445,6 +445,18 @@ pub async fn make(secrets: &Secrets, domain: &TrustDomain, purpose: Purpose) -> 
     Ok(made.key)
 }
 
+/// All authorities whose certificates are good, PEM; `None` where no member has made one yet.
+///
+/// # Errors
+/// [`KeysError`]
+pub async fn node_authorities_pem(secrets: &Secrets, reads: &Reads) -> Result<Option<String>, KeysError> {
+    if let Some(set) = stored(reads, Purpose::NodeCa).await? {
+        return Ok(Some(set.listed().iter().map(|listed| listed.public.as_str()).collect()));
+    }
+    let first = secrets.get(FIRST_NODE_CA).await?;
+    Ok(first.and_then(|first| first.public["certificate_pem"].as_str().map(str::to_owned)))
+}
+
 impl Keys {
     /// What a change is asked with: the version that it was prepared on, and the signatures for what comes of it.
     ///

@@ -7,6 +7,7 @@ pub mod dev;
 pub mod figures;
 pub mod keys_command;
 pub mod logging;
+pub mod node_ca_command;
 pub mod operator;
 pub mod runtime;
 pub mod serve;

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
 use supervisors::keys_command::{self, KeysArgs};
+use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
@@ -39,6 +40,8 @@ enum Command {
     Keys(KeysArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
+    /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
+    NodeCa(NodeCaArgs),
 }
 
 #[tokio::main]
@@ -72,6 +75,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         Command::Tree(args) => tree_command::run(args).await?,
         Command::Keys(args) => keys_command::run(args).await?,
+        Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
     Ok(ExitCode::SUCCESS)

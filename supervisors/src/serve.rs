@@ -3,7 +3,7 @@
 use crate::cluster::View;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
-use crate::config::{Config, Role};
+use crate::config::{Config, NodeProxies, Role};
 use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
@@ -30,6 +30,7 @@ use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
+use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysInForce};
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
@@ -157,6 +158,7 @@ impl Process {
             bus: bus.clone(),
             connections: connections.clone(),
             acceptor: OnceLock::new(),
+            proxies: OnceLock::new(),
         });
         let effects = Nudges {
             polls: polls.clone(),
@@ -266,6 +268,7 @@ impl Process {
             trust,
             platform_roles: PlatformRoleCounters::register(&self.registry)?,
             addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
+            package: config.package.clone(),
             stopping: self.stop_listening.clone(),
         }))
     }
@@ -367,6 +370,7 @@ impl Process {
                     router: edge::api::router(services.clone()),
                     connections: self.connections.clone(),
                     trust_domain: None,
+                    proxies: None,
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -375,6 +379,7 @@ impl Process {
         if config.roles.contains(&Role::NodeApi) {
             let keys = self.keeper.in_force.load();
             let acceptor = NodeAcceptor::new(certificate_chain_pem, key_pem, tickets, &keys)?;
+            let proxies = proxies(config, services)?;
             listening.push((
                 "node-api",
                 Listening {
@@ -383,6 +388,7 @@ impl Process {
                     router: edge::node_api::router(services.clone()),
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
+                    proxies: self.keeper.proxies.get_or_init(|| proxies).clone(),
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -433,6 +439,14 @@ impl Process {
     }
 }
 
+/// Whose word for a node's certificate is taken; verified against the same authorities as on direct connections.
+fn proxies(config: &Config, services: &Services) -> anyhow::Result<Option<Arc<Proxies>>> {
+    let Some(NodeProxies { forwarding, networks }) = &config.node_proxies else { return Ok(None) };
+    tracing::info!(%forwarding, ?networks, "the node API takes the word of proxies for client certificates");
+    let authorities = services.trust.keys.load().node.bundle_pem();
+    Ok(Some(Arc::new(Proxies::new(*forwarding, networks.clone(), &authorities)?)))
+}
+
 /// For operators, on an address that they keep to themselves. It says that the process is stopping until the last connection is closed.
 async fn serve_in_clear(at: &std::net::TcpListener, router: axum::Router) -> anyhow::Result<()> {
     let listener = TcpListener::from_std(at.try_clone()?)?;
@@ -448,6 +462,7 @@ struct Listening {
     router: axum::Router,
     connections: Connections,
     trust_domain: Option<TrustDomain>,
+    proxies: Option<Arc<Proxies>>,
     stop: CancellationToken,
     open: TaskTracker,
 }
@@ -461,6 +476,7 @@ impl Listening {
             limits: ListenerLimits::default(),
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
+            proxies: self.proxies.clone(),
         };
         let open = self.open.token();
         server.serve(listener, self.stop.clone()).await?;

@@ -226,7 +226,6 @@ pub(super) async fn activate(
     let purpose = Purpose::from(asked.purpose);
     if !asked.force && !asking.is_repetition().await? {
         let version = set_of(&read(&services).await?, purpose).version;
-        // One that died a moment ago counts until it is missed.
         let behind = until_heard(&services, purpose, version).await?;
         if !behind.is_empty() {
             let names = behind.join(", ");
@@ -289,8 +288,7 @@ pub(super) async fn rewrap(
 ) -> Result<Response, ApiError> {
     let values = services.trust.secrets.rewrap();
     let id = values.active().to_owned();
-    let others = replicas(&services).await?.into_iter().filter(|replica| replica.seals_with.as_ref() != Some(&id));
-    let others: Vec<_> = others.map(|replica| replica.name).collect();
+    let others = until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
     if !others.is_empty() && !asking.is_repetition().await? {
         let names = others.join(", ");
         return Err(ApiError::new(
@@ -397,20 +395,19 @@ async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> R
 
 /// Waits until every living replica goes by this version, and answers with those that do not.
 async fn until_heard(services: &Services, purpose: Purpose, version: u64) -> Result<Vec<String>, ApiError> {
+    until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
+}
+
+/// Waits until no replica is `behind`, and answers with those that are. One that died a moment ago counts until it is missed.
+async fn until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
     let end = Instant::now() + HEARD_WITHIN;
     loop {
-        let behind = waiting_for(services, purpose, version).await?;
-        if behind.is_empty() || Instant::now() >= end {
-            return Ok(behind);
+        let found: Vec<_> = replicas(services).await?.into_iter().filter(|replica| behind(replica)).collect();
+        if found.is_empty() || Instant::now() >= end {
+            return Ok(found.into_iter().map(|replica| replica.name).collect());
         }
         sleep(PAUSE).await;
     }
-}
-
-async fn waiting_for(services: &Services, purpose: Purpose, version: u64) -> Result<Vec<String>, ApiError> {
-    let goes_by = |replica: &ReplicaKeys| replica.versions.get(purpose.name()).is_some_and(|it| *it >= version);
-    let behind = replicas(services).await?.into_iter().filter(|replica| !goes_by(replica));
-    Ok(behind.map(|replica| replica.name).collect())
 }
 
 async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {

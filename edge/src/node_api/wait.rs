@@ -9,7 +9,7 @@ use super::{NodeApi, unexpected};
 use crate::body::Query;
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::identity::NodeIdentity;
+use crate::identity::{NodeIdentity, Reason, refuse};
 use crate::tasks;
 use crate::tls::Peer;
 use axum::Json;
@@ -62,7 +62,7 @@ pub(super) async fn wait(
     loop {
         // Before the question: what comes while it is answered is not missed.
         let woken = poll.woken();
-        let look_again_at = match api.look(&scope, node_id, &node.serial, session).await? {
+        let look_again_at = match api.look(&scope, &node, session).await? {
             Found::Task(task) => return Ok(Json(task).into_response()),
             Found::Later(at) => at.min(until),
             Found::Nothing => until,
@@ -86,8 +86,13 @@ enum Found {
 
 impl NodeApi {
     /// Asks the node what there is to do, and signs the first of it that this session has not been given.
-    async fn look(&self, scope: &Scope, node_id: NodeId, serial: &str, session: Session) -> Result<Found, ApiError> {
-        let command = Command::Poll { serial: serial.to_owned() };
+    async fn look(&self, scope: &Scope, node: &NodeIdentity, session: Session) -> Result<Found, ApiError> {
+        // It may have been retired while this waited; behind a proxy no connection is cut for that.
+        if !self.services.trust.keys.load().node.trusts(&node.authority) {
+            return Err(refuse(Reason::CertificateUnknown).because("its authority is retired"));
+        }
+        let node_id = NodeId(node.node_id);
+        let command = Command::Poll { serial: node.serial.clone() };
         let answered = self.ask(scope, node_id, command, |asked| asked).await.map_err(refused)?;
         let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
         let now = self.services.world.now();
@@ -98,20 +103,23 @@ impl NodeApi {
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);
                 let correlation_id = order.work.origin.as_ref().map(|origin| origin.correlation_id.as_str());
                 let trace = order.work.origin.as_ref().and_then(|it| Trace::parse(it.traceparent.as_deref()?));
-                let allocation_id = order.allocation_id;
+                let allocation_id = order.allocation_id();
                 // The poll's own ids say nothing here: what is handed out belongs to the request that asked for it.
                 info!(
                     %task_id,
                     attempt,
-                    %allocation_id,
-                    resource_name = format!("allocation/{allocation_id}"),
+                    allocation_id = allocation_id.map(field::display),
+                    resource_name = allocation_id.map_or_else(|| format!("node/{node_id}"), |id| format!("allocation/{id}")),
                     correlation_id,
                     trace_id = trace.map(|trace| field::display(trace.trace_id())),
                     span_id = trace.map(|trace| field::display(trace.span_id())),
                     "task handed to the node's agent"
                 );
-                if !again && attempt == 1 && matches!(order.what, What::Provision { .. }) {
-                    self.services.figures.dispatched(allocation_id, now);
+                if let What::Provision { place, .. } = &order.what
+                    && !again
+                    && attempt == 1
+                {
+                    self.services.figures.dispatched(place.allocation_id, now);
                 }
                 Ok(Found::Task(task))
             }

@@ -8,6 +8,7 @@ use arc_swap::ArcSwap;
 use chrono::Utc;
 use domain::Event;
 use edge::identity::TrustDomain;
+use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysError, KeysInForce};
 use edge::tls::connections::Connections;
 use edge::tls::tickets::SharedTickets;
@@ -38,6 +39,8 @@ pub struct Keeper {
     pub connections: Connections,
     /// Set once, where this process serves nodes.
     pub acceptor: OnceLock<NodeAcceptor>,
+    /// Set with it; none where nodes connect directly.
+    pub proxies: OnceLock<Option<Arc<Proxies>>>,
 }
 
 /// How nodes are let in: by the certificates of the authorities that are trusted.
@@ -129,6 +132,9 @@ impl Keeper {
             // First the acceptor: who says that it goes by a version lets in whom that version trusts.
             if let Some(acceptor) = self.acceptor.get() {
                 acceptor.follow(&keys)?;
+            }
+            if let Some(Some(proxies)) = self.proxies.get() {
+                proxies.trust(&keys.node.bundle_pem())?;
             }
             tracing::info!(versions = ?keys.versions(), "keys were rotated");
             self.in_force.replace(keys);

@@ -234,6 +234,7 @@ impl World {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
             },
+            package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());
@@ -386,6 +387,7 @@ fn inventory(gpus: u32) -> Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
 
@@ -422,6 +424,7 @@ fn placed(allocation_id: AllocationId) -> Placed {
         port: 22,
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
+        host_fingerprint: None,
     }
 }
 

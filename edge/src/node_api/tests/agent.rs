@@ -34,6 +34,7 @@ pub(crate) fn h100s(count: u32) -> Inventory {
         gpus: (0..count).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 
@@ -110,6 +111,10 @@ impl Agent {
     /// The same node with another certificate.
     pub(super) fn with(&self, world: &World, certificate_pem: &str, key: &KeyPair) -> Self {
         Self::new(world, self.node_id, self.boot_id, self.recovery.clone(), certificate_pem, key)
+    }
+
+    pub(super) fn certificate_pem(&self) -> &str {
+        &self.identity.0
     }
 
     /// The same certificate, and nothing of the connections and sessions that there were.
