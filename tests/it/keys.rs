@@ -79,6 +79,23 @@ async fn until_log_says(world: &World, node: &OnboardedNode, words: &str, times:
     }
 }
 
+/// Waits until the agents have heard of the version: what the operator's chapter calls half a minute.
+async fn until_known(world: &World, nodes: &[&OnboardedNode], version: u64) {
+    let heard = |node: &OnboardedNode| {
+        let log = world.agent_log(node);
+        let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        lines
+            .filter(|line| line["message"] == "task-signing keys rotated")
+            .filter_map(|line| line["version"].as_u64())
+            .max()
+    };
+    let until = Instant::now() + PATIENCE;
+    while !nodes.iter().all(|node| heard(node) >= Some(version)) {
+        assert!(Instant::now() < until, "some agent never heard of version {version}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 /// Does it while the replica that owns the keys is killed, and starts that again.
 async fn with_a_death(world: &mut World, purpose: &str, path: &str, body: &Value) -> Value {
     let set = edge::keys::set_id(if purpose == "node_ca" {
@@ -100,8 +117,9 @@ async fn with_a_death(world: &mut World, purpose: &str, path: &str, body: &Value
 
 #[tokio::test(flavor = "multi_thread")]
 async fn task_keys_rotate_under_way_and_an_agent_that_slept_through_two_rotations_follows() {
-    let mut world = World::plan().replicas(2).start().await;
-    let _awake = world.node("awake").await;
+    // Heartbeats every three seconds.
+    let mut world = World::plan().replicas(2).policy("node.offline_after_seconds", 10).start().await;
+    let awake = world.node("awake").await;
     let sleeper = world.node("sleeper").await;
     let first = in_phase(&world, "task_signing", "active").await;
     world.kill9_agent(&sleeper);
@@ -110,15 +128,16 @@ async fn task_keys_rotate_under_way_and_an_agent_that_slept_through_two_rotation
     let second = gpuaas_keys(&world, &["stage", "task-signing", "--reason", "a year has passed"]).await;
     let second = second.trim().to_owned();
     rented(&world, "awake").await;
-    let _ = world.node("while-staged").await;
+    let early_bird = world.node("while-staged").await;
     rented(&world, "while-staged").await;
     let body = step("task_signing", &second, false);
     with_a_death(&mut world, "task_signing", "activate", &body).await;
     assert_eq!(in_phase(&world, "task_signing", "active").await, second);
     rented(&world, "awake").await;
-    let _ = world.node("in-grace").await;
+    let late = world.node("in-grace").await;
     rented(&world, "in-grace").await;
     rented(&world, "while-staged").await;
+    until_known(&world, &[&awake, &early_bird], 1).await;
 
     rotate(&world, "retire", &step("task_signing", &first, false)).await.refused(409, "state_conflict");
     // The database dies while it is asked for.
@@ -134,11 +153,13 @@ async fn task_keys_rotate_under_way_and_an_agent_that_slept_through_two_rotation
 
     // And once more, so that the sleeper knows none of the keys.
     let third = staged(&world, "task_signing").await;
+    until_known(&world, &[&awake, &early_bird, &late], 4).await;
     rotate(&world, "activate", &step("task_signing", &third, false)).await.ok();
     rotate(&world, "retire", &step("task_signing", &second, true)).await.ok();
     assert_eq!(set(&world, "task_signing").await["version"], 6);
     world.restart_agent(&sleeper);
-    until_log_says(&world, &sleeper, "task-signing keys rotated", 1).await;
+    until_known(&world, &[&sleeper], 6).await;
+    sleeper.expect_state("active").await;
     rented(&world, "sleeper").await;
     assert!(!world.agent_log(&sleeper).contains("a task is refused"), "it was told before it was given work");
     for name in ["awake", "while-staged", "in-grace"] {
