@@ -2,7 +2,7 @@
 
 use actors::AskError;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, bindings, key_set, node, policy, service_account, sku, tenant};
+use domain::{allocation, bindings, key_set, node, policy, runtime, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -385,6 +385,15 @@ pub fn bounds_of(key: Key) -> serde_json::Value {
 impl From<persistence::StoreError> for ApiError {
     fn from(error: persistence::StoreError) -> Self {
         if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
+    }
+}
+
+impl Explain for runtime::Rejection {
+    fn explain(self) -> ApiError {
+        match self {
+            // The record's id comes from the part's name.
+            rejection @ runtime::Rejection::AnotherPart => unexpected(&rejection),
+        }
     }
 }
 

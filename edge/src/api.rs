@@ -180,6 +180,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;
         Admin  Get      "/api/v1/admin/runtime/entities/{kind}/{id}"       => runtime::entity, NotFound;
         Admin  Post     "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
+        Admin  Post     "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => runtime::restart_worker, NotFound, StateConflict;
     }
     .finish(RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE))
 }

@@ -19,7 +19,7 @@ pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use keys::Dependent;
 pub use policy::{PolicyFilter, PolicyRow};
-pub use shard::{Due, Overdue};
+pub use shard::{Due, Orphans, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
 use crate::pool::Kept;

@@ -79,7 +79,7 @@ impl Purpose {
 /// # Errors
 /// Where nobody answers, or the answer is a refusal: it is quoted.
 pub async fn run(args: KeysArgs) -> anyhow::Result<()> {
-    let operator = args.operator.connect().await?;
+    let operator = args.operator.log_in().await?;
     match args.what {
         What::List => {
             let all: AllKeys = operator.get("/api/v1/admin/keys", &[]).await?;

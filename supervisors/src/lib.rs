@@ -9,6 +9,7 @@ pub mod keys_command;
 pub mod logging;
 pub mod node_ca_command;
 pub mod operator;
+pub mod restart_command;
 pub mod runtime;
 pub mod serve;
 pub mod supervisor;

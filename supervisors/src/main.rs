@@ -6,6 +6,7 @@ use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
 use supervisors::keys_command::{self, KeysArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
+use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
@@ -38,6 +39,8 @@ enum Command {
     Tree(TreeArgs),
     /// Shows the service's own keys, and rotates them.
     Keys(KeysArgs),
+    /// Starts an entity or a worker of the running cluster anew.
+    Restart(RestartArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
@@ -75,6 +78,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         }
         Command::Tree(args) => tree_command::run(args).await?,
         Command::Keys(args) => keys_command::run(args).await?,
+        Command::Restart(args) => restart_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }

@@ -1,4 +1,4 @@
-//! An operator at a terminal: logged in as an administrator, asking a running control plane.
+//! An operator at a terminal: which control plane, as whom.
 
 use anyhow::{Context, bail};
 use secrecy::{ExposeSecret, SecretString};
@@ -29,7 +29,7 @@ pub struct OperatorArgs {
     password: SecretString,
 }
 
-/// Logged in.
+/// An operator who has logged in.
 pub struct Operator {
     client: reqwest::Client,
     base_url: String,
@@ -40,16 +40,20 @@ impl OperatorArgs {
     /// Logs in.
     ///
     /// # Errors
-    /// Where the identity provider cannot be reached or refuses: its answer is quoted.
-    pub async fn connect(&self) -> anyhow::Result<Operator> {
+    /// Where the identity provider does not answer, or refuses: it is quoted.
+    pub async fn log_in(&self) -> anyhow::Result<Operator> {
+        let client = self.client().await?;
+        let token = self.token(&client).await?;
+        Ok(Operator { client, base_url: self.base_url.clone(), token })
+    }
+
+    async fn client(&self) -> anyhow::Result<reqwest::Client> {
         let mut client = reqwest::Client::builder();
         if let Some(path) = &self.ca_bundle {
             let pem = tokio::fs::read(path).await.with_context(|| format!("cannot read {}", path.display()))?;
             client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(&pem)?);
         }
-        let client = client.build()?;
-        let token = self.token(&client).await?;
-        Ok(Operator { client, base_url: self.base_url.clone(), token })
+        Ok(client.build()?)
     }
 
     async fn token(&self, client: &reqwest::Client) -> anyhow::Result<SecretString> {
@@ -74,25 +78,31 @@ impl OperatorArgs {
 }
 
 impl Operator {
+    /// Gets what is at `path`.
+    ///
     /// # Errors
     /// Where nobody answers, or the answer is a refusal: it is quoted.
     pub async fn get<T: DeserializeOwned>(&self, path: &str, query: &[(&str, &str)]) -> anyhow::Result<T> {
-        self.answered(self.client.get(format!("{}{path}", self.base_url)).query(query)).await
+        answer(self.client.get(self.at(path)).query(query).bearer_auth(self.token.expose_secret())).await
     }
 
+    /// Posts `body` to `path`.
+    ///
     /// # Errors
     /// As [`Operator::get`].
     pub async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> anyhow::Result<T> {
-        let request = self.client.post(format!("{}{path}", self.base_url)).json(body);
-        self.answered(request.header("Idempotency-Key", uuid::Uuid::new_v4().to_string())).await
+        answer(self.client.post(self.at(path)).json(body).bearer_auth(self.token.expose_secret())).await
     }
 
-    async fn answered<T: DeserializeOwned>(&self, request: reqwest::RequestBuilder) -> anyhow::Result<T> {
-        let request = request.bearer_auth(self.token.expose_secret());
-        let answer = request.send().await.context("the control plane cannot be reached")?;
-        if !answer.status().is_success() {
-            bail!("the control plane refused: {}", answer.text().await?);
-        }
-        Ok(answer.json().await?)
+    fn at(&self, path: &str) -> String {
+        format!("{}{path}", self.base_url)
     }
+}
+
+async fn answer<T: DeserializeOwned>(request: reqwest::RequestBuilder) -> anyhow::Result<T> {
+    let answer = request.send().await.context("the control plane cannot be reached")?;
+    if !answer.status().is_success() {
+        bail!("the control plane refused: {}", answer.text().await?);
+    }
+    Ok(answer.json().await?)
 }

@@ -54,6 +54,7 @@ use sqlx::PgPool;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 use telemetry::Sampling;
@@ -63,8 +64,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
-/// Batches of committed events that may wait for the relay; what does not fit is found by the poll.
-const RELAY_QUEUE: usize = 4096;
+/// Committed events that may wait for the relay; what does not fit is found by the poll.
+const RELAY_QUEUE: usize = 16_384;
 
 /// How long the ordered end may take; a service manager kills what takes longer.
 const END_WITHIN: Duration = Duration::from_secs(25);
@@ -88,7 +89,7 @@ struct Process {
     operations: Arc<Operations>,
     registry: Registry,
     traces: Option<Arc<Traces>>,
-    committed: mpsc::Sender<Vec<OutboxRow>>,
+    committed: mpsc::Sender<OutboxRow>,
     relay: Arc<Relay>,
     audit_seal: Arc<AuditSeal>,
     ring: Arc<KeyRing>,
@@ -207,6 +208,8 @@ impl Process {
             connections: connections.clone(),
             keys: keeper.in_force.clone(),
             seals_with: ring.active().to_owned(),
+            committed: committed.clone(),
+            been_ready: AtomicBool::new(false),
         };
         let audit_key = trust::audit_key(&keeper.secrets).await?;
         let sealer = Sealer::new(pool.clone(), member, audit_key);

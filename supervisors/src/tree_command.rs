@@ -2,7 +2,7 @@
 
 use crate::operator::OperatorArgs;
 use comfy_table::{Table, presets};
-use edge::runtime::{EntityNode, MemberNode, Tree};
+use edge::runtime::{EntityNode, MemberNode, QueueNode, ShardState, Tree};
 use std::io::Write;
 
 /// Whom to ask, and for what.
@@ -10,7 +10,7 @@ use std::io::Write;
 pub struct TreeArgs {
     #[command(flatten)]
     operator: OperatorArgs,
-    /// Entities of this kind: node, allocation, sku, tenant.
+    /// Entities of this kind: node, allocation, sku and so on.
     #[arg(long)]
     kind: Option<String>,
     /// Entities in this state.
@@ -22,6 +22,9 @@ pub struct TreeArgs {
     /// Entities that failed too often.
     #[arg(long)]
     parked: bool,
+    /// With every member's shards one by one.
+    #[arg(long)]
+    shards: bool,
 }
 
 /// Prints the tree.
@@ -34,7 +37,8 @@ pub async fn run(args: TreeArgs) -> anyhow::Result<()> {
     query.extend(args.state.as_deref().map(|state| ("state", state)));
     query.extend(args.overdue.then_some(("overdue", "true")));
     query.extend(args.parked.then_some(("parked", "true")));
-    let tree = args.operator.connect().await?.get("/api/v1/admin/runtime/tree", &query).await?;
+    query.extend(args.shards.then_some(("shards", "true")));
+    let tree = args.operator.log_in().await?.get("/api/v1/admin/runtime/tree", &query).await?;
     let mut out = std::io::stdout().lock();
     print(&mut out, &tree)?;
     Ok(())
@@ -78,9 +82,31 @@ fn print_below(out: &mut impl Write, member: &MemberNode, parent: &str, depth: u
         let indent = "  ".repeat(depth);
         let trouble =
             worker.last_error.as_deref().map(|error| format!("  {} restarts, last: {error}", worker.restarts));
-        let (name, state, what) = (&worker.name, &worker.state, &worker.what);
-        writeln!(out, "{indent}{name:<20} {state:<12} {what}{}", trouble.unwrap_or_default())?;
+        let (name, state, what) = (&worker.name, worker.state.name(), &worker.what);
+        let waits = worker.queue.map(waits).unwrap_or_default();
+        writeln!(out, "{indent}{name:<20} {state:<12} {what}{waits}{}", trouble.unwrap_or_default())?;
         print_below(out, member, name, depth + 1)?;
+        if name == "entities" {
+            print_shards(out, member, depth + 1)?;
+        }
+    }
+    Ok(())
+}
+
+fn waits(QueueNode { waiting, under_way, bound }: QueueNode) -> String {
+    let bound = bound.map(|bound| format!(" of {bound}")).unwrap_or_default();
+    format!("  {waiting}{bound} wait, {under_way} under way")
+}
+
+fn print_shards(out: &mut impl Write, member: &MemberNode, depth: usize) -> std::io::Result<()> {
+    for shard in &member.owned_shards {
+        let state = match shard.state {
+            ShardState::Open => "open",
+            ShardState::Closing => "closing",
+        };
+        let (indent, name) = ("  ".repeat(depth), format!("shard {}", shard.shard));
+        let (epoch, awake, waiting) = (shard.epoch, shard.awake, shard.mailbox_depth);
+        writeln!(out, "{indent}{name:<20} {state:<12} epoch {epoch}, {awake} awake, {waiting} commands waiting")?;
     }
     Ok(())
 }
@@ -96,7 +122,7 @@ fn entities(rows: &[EntityNode]) -> Table {
             row.kind.clone(),
             row.id.to_string(),
             format!("{} /{}", row.member_name.as_deref().unwrap_or("nobody"), row.shard),
-            row.status.clone(),
+            row.status.name().to_owned(),
             row.state.clone().unwrap_or_default(),
             row.last_error.clone().or_else(|| row.waits_for.clone()).unwrap_or_default(),
             format!("{until}{late}"),

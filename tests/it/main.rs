@@ -23,6 +23,7 @@ mod rate_limit;
 mod recovery;
 mod recovery_faults;
 mod release;
+mod runtime;
 mod schemathesis;
 mod secrets;
 mod service_accounts;

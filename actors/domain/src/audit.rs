@@ -92,7 +92,7 @@ actions! {
     KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
     KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
     KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
-    RuntimeRestart "runtime.restart": "an operator had a parked entity started anew";
+    RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 
 /// One row of the audit log. Who, when and under which correlation id is the shell's to add.

@@ -117,6 +117,8 @@ kinds! {
     Policy = "policy": crate::policy::ScopeValues,
     /// The keys of one purpose, and where each stands in its rotation.
     KeySet = "key_set": crate::key_set::KeySet,
+    /// What operators had done to a part of the running cluster.
+    Runtime = "runtime": crate::runtime::Operated,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

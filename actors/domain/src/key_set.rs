@@ -498,7 +498,7 @@ impl KeySet {
     }
 
     fn emptied(&self, id: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        if !self.key(id).is_some_and(|key| key.standing.phase() == Phase::Grace) {
+        if self.key(id).is_none_or(|key| key.standing.phase() != Phase::Grace) {
             return Step::stay(self.reply(id));
         }
         let mut next = Self { version: self.version + 1, ..self.clone() };

@@ -27,6 +27,7 @@ pub mod placement;
 pub mod policy;
 pub mod rate_limit;
 pub mod redact;
+pub mod runtime;
 pub mod service_account;
 pub mod sku;
 pub mod task_type;

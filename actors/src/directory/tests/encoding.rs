@@ -412,6 +412,17 @@ fn of_bindings() {
 }
 
 #[test]
+fn of_a_part_of_the_cluster() {
+    use domain::runtime::{Command, Noted, Operated, Part, Rejection};
+    let entity = EntityRef { kind: domain::Kind::Node, id: NODE.0 };
+    let member = domain::MemberId(Uuid::from_u128(3));
+    let parts = [Part::Entity { entity }, Part::Worker { member, worker: text() }];
+    let restart = |what: Part| Command::Restart { what, reason: Some(text()) };
+    let commands = parts.into_iter().map(restart).chain([Command::Tick]).collect();
+    survives::<Operated>(commands, [Noted], [Rejection::AnotherPart]);
+}
+
+#[test]
 fn of_a_scopes_policy_values() {
     use domain::PolicyValueId;
     use domain::policy::{
