@@ -336,6 +336,13 @@ impl Explain for policy::Rejection {
                 .detail("field", "old_value")
                 .detail("current_value", serde_json::json!(current))
             }
+            R::NotSet { key } => ApiError::new(
+                Code::NotFound,
+                format!(
+                    "There is no such value of {} in this scope; GET /api/v1/admin/policy-values lists what is set.",
+                    key.name()
+                ),
+            ),
             R::Past { now } => invalid(
                 format!("`effective_at` lies in the past (it is {now}); leave it out to set the value at once."),
                 "effective_at",
@@ -499,6 +506,7 @@ mod tests {
             policy::Rejection::Crosses { key: low, low, high, crossing },
             policy::Rejection::Differs { key: low, current: None },
             policy::Rejection::Differs { key: low, current: Some(policy::Value::Int(7)) },
+            policy::Rejection::NotSet { key: low },
             policy::Rejection::Past { now: at },
             policy::Rejection::TooFarAhead { latest: at },
             policy::Rejection::TooManyAhead { limit: 20 },

@@ -168,6 +168,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
         Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
         Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Delete   "/api/v1/admin/policy-values"                      => policy::take_back, NotFound, PolicyOutOfBounds, StateConflict;
         Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
 
         Admin  Get      "/api/v1/admin/keys"                               => key_set::list;

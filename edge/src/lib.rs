@@ -34,6 +34,7 @@ pub mod ssh_public_key;
 pub mod tasks;
 pub mod tls;
 pub mod token;
+mod unreadable;
 
 #[cfg(test)]
 mod testing;

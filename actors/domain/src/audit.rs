@@ -83,6 +83,7 @@ actions! {
     SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
 
     PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
+    PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";

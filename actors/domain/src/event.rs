@@ -49,7 +49,7 @@ pub enum Event {
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
 
-    // An administrator has set a value: what every process remembers of the policy is old.
+    // An administrator has set a value or taken one back: what every process remembers of the policy is old.
     PolicyWritten { policy_id: PolicyId, value_id: PolicyValueId, policy: policy::Key, effective_at: Timestamp },
 
     // An operator has rotated keys: what every process remembers of them is old.

@@ -6,7 +6,7 @@ mod book;
 mod scope_values;
 
 pub use book::{Crossing, PolicyBook, Resolved, Scope, Scopes};
-pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, Written};
+pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, TakeBack, Written};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
