@@ -18,6 +18,7 @@ pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;
+pub mod keys;
 pub mod limits;
 pub mod node_api;
 pub mod node_ca;

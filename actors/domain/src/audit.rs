@@ -90,6 +90,9 @@ actions! {
     ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
     ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
     ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
+    KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
+    KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
+    KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 

@@ -83,6 +83,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
             Effect::WakeNode(NodeId(id)) => format!("wake {}", id.as_u128()),
             Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
             Effect::ReadPolicy => "read policy".to_owned(),
+            Effect::ReadKeys => "read keys".to_owned(),
         },
         Output::Sleep => "sleep".to_owned(),
         Output::Die(reason) => format!("die: {reason}"),

@@ -178,6 +178,9 @@ texts! {
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
             && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
+    /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.
+    KeyId: 64, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// A policy value as a text: 120, true, user-revoke.
     PolicyText: 255, "text without control characters", WITHOUT_CONTROL, without_control;
     /// An ISO 4217 code.

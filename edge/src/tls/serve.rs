@@ -37,7 +37,7 @@ use tracing::{debug, info, warn};
 use super::{
     Peer,
     bare::Answering,
-    connections::{Connections, Watched},
+    connections::{Connections, Watched, Whose},
 };
 use crate::identity::{
     NodeCertificate, TrustDomain,
@@ -157,7 +157,8 @@ impl TlsServer {
             .as_ref()
             .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
-        let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
+        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
+        let stream = self.connections.watch(whose, stream, slot);
         self.speak(stream, peer, speaks_h2, stop).await;
     }
 

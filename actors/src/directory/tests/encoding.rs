@@ -166,7 +166,7 @@ fn registration() -> Registration {
 
 fn node_commands() -> Vec<node::Command> {
     use node::Command;
-    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2 };
+    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
         csr_sha256: [1; 32],
