@@ -97,8 +97,8 @@ fn opens_to(who: &str, method: &Method, path: &str) -> bool {
     match who {
         "auditor" => path == "/api/v1/admin/audit-log",
         "inventory owner" => {
-            let reads = *method == Method::GET && path.starts_with("/api/v1/admin/skus");
-            reads || ["/activate", "/deprecate", "/deactivate"].iter().any(|it| path.ends_with(it))
+            let decides = ["/activate", "/deprecate", "/deactivate"].iter().any(|it| path.ends_with(it));
+            path.starts_with("/api/v1/admin/skus") && (*method == Method::GET || decides)
         }
         _ => false,
     }
