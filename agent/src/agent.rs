@@ -30,6 +30,7 @@ use crate::sandbox::Sandbox;
 use crate::simulate::{Misbehaviour, Simulated};
 use crate::store::{self, StoreError};
 use crate::system::{self, System};
+use crate::terminal::Terminals;
 use crate::{chain, inventory};
 
 mod beat;
@@ -37,6 +38,7 @@ mod enroll;
 mod execute;
 mod poll;
 mod renew;
+mod terminal;
 
 /// First pause after a failure.
 const BACKOFF_BASE: Duration = Duration::from_millis(250);
@@ -207,7 +209,9 @@ pub async fn run_with(
         }
     };
     let api = Api::with_identity(&config, &identity)?;
+    let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let agent = Arc::new(Agent {
+        terminals: Terminals::new(tasks.clone(), stop.clone()),
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
         identities,
@@ -224,8 +228,8 @@ pub async fn run_with(
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
         beat_now: Notify::new(),
-        tasks: TaskTracker::new(),
-        stop: stop.child_token(),
+        tasks,
+        stop,
         fatal: Mutex::new(None),
     });
     agent.live().await
@@ -254,6 +258,7 @@ struct Agent {
     /// Asks for a heartbeat before its time.
     beat_now: Notify,
     slots: Arc<Semaphore>,
+    terminals: Terminals,
     tasks: TaskTracker,
     stop: CancellationToken,
     fatal: Mutex<Option<Fatal>>,

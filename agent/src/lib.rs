@@ -21,6 +21,7 @@ pub mod simulate;
 pub mod store;
 pub mod system;
 pub mod tenant;
+pub mod terminal;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

@@ -5,7 +5,7 @@ use chrono::TimeDelta;
 use domain::node::{Order, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, Provision, Release, Task, TaskPayload, sign};
+use wire::task::{Envelope, OpenTerminal, Provision, Release, Task, TaskPayload, sign};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -58,6 +58,9 @@ fn task(order: &Order) -> Task {
             deadline_at: order.work.deadline_at,
         }),
         What::Release => Task::Release(Release { allocation_id, user_name, devices }),
+        What::OpenTerminal { session_id, ends_at } => {
+            Task::OpenTerminal(OpenTerminal { session_id: session_id.0, allocation_id, user_name, ends_at: *ends_at })
+        }
     }
 }
 
@@ -137,5 +140,15 @@ mod tests {
         let release = payload(NodeId(Uuid::from_u128(1)), &order(until, What::Release), now);
         let expected = Release { allocation_id: Uuid::from_u128(2), user_name: "gpu-2".into(), devices };
         assert_eq!(release.task, Task::Release(expected));
+        let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
+        let ends_at = now + TimeDelta::hours(4);
+        let open = payload(NodeId(Uuid::from_u128(1)), &order(until, What::OpenTerminal { session_id, ends_at }), now);
+        let expected = OpenTerminal {
+            session_id: session_id.0,
+            allocation_id: Uuid::from_u128(2),
+            user_name: "gpu-2".into(),
+            ends_at,
+        };
+        assert_eq!((open.task, open.expires_at), (Task::OpenTerminal(expected), until));
     }
 }

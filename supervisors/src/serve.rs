@@ -33,6 +33,7 @@ use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
 use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
+use edge::terminal::Terminals;
 use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
@@ -88,6 +89,7 @@ struct Process {
     relay: Arc<Relay>,
     audit_seal: Arc<AuditSeal>,
     polls: Polls,
+    terminals: Terminals,
     connections: Connections,
     stop_listening: CancellationToken,
     /// Ends when the last connection of the last listener is closed.
@@ -138,8 +140,13 @@ impl Process {
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections) = (Polls::default(), Connections::default());
+        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let secrets = Secrets::new(pool.clone(), ring);
+        let relay_secret = trust::terminal_relay(&secrets).await?;
+        let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
         let effects = Nudges {
             polls: polls.clone(),
+            terminals: terminals.clone(),
             connections: connections.clone(),
             here: Arc::clone(&here),
             bus: bus.clone(),
@@ -183,8 +190,7 @@ impl Process {
             polls: polls.clone(),
             connections: connections.clone(),
         };
-        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
-        let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;
+        let audit_key = trust::audit_key(&secrets).await?;
         let sealer = Sealer::new(pool.clone(), member, audit_key);
         let audit_seal = AuditSeal::new(Arc::clone(&host), bus.clone(), sealer, SealMetrics::register(&registry)?);
         if let Some(traces) = &traces {
@@ -210,6 +216,7 @@ impl Process {
             relay,
             audit_seal: Arc::new(audit_seal),
             polls,
+            terminals,
             connections,
             stop_listening: CancellationToken::new(),
             listeners: TaskTracker::new(),
@@ -236,13 +243,19 @@ impl Process {
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
+            terminals: self.terminals.clone(),
             connections: self.connections.clone(),
             figures: Figures::register(&self.registry)?,
             sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
             stats_token: config.stats_token.clone(),
             trust,
             platform_roles: PlatformRoleCounters::register(&self.registry)?,
-            addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
+            addresses: Addresses {
+                public_url: config.public_url.clone(),
+                node_url: config.node_public_url.clone(),
+                terminal_url: config.terminal_url.clone(),
+                terminal_origins: config.terminal_origins.clone(),
+            },
             stopping: self.stop_listening.clone(),
         }))
     }
@@ -292,18 +305,22 @@ impl Process {
             "orphans",
             work(&orphans, |(reactor, bus, host, relay)| async move { reactor.poll(&bus, &host, &relay).await }),
         );
-        for (name, stream) in [("provisioning-events", Stream::Provisioning), ("node-events", Stream::Nodes)] {
+        for (name, stream) in [
+            ("provisioning-events", Stream::Provisioning),
+            ("node-events", Stream::Nodes),
+            ("terminal-events", Stream::Terminals),
+        ] {
             let consumer = (reactor.clone(), self.bus.clone());
             works.insert(
                 name,
                 work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }),
             );
         }
-        let nudges = (self.bus.clone(), self.polls.clone(), self.connections.clone());
+        let nudges = (self.bus.clone(), self.polls.clone(), self.terminals.clone(), self.connections.clone());
         works.insert(
             "nudges",
-            work(&nudges, |(bus, polls, connections)| async move {
-                bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
+            work(&nudges, |(bus, polls, terminals, connections)| async move {
+                bus.on_nudges(|nudge| act(nudge, &polls, &terminals, &connections)).await
             }),
         );
         let keys = (self.bus.clone(), services.authenticator.jwks().clone());
@@ -330,13 +347,22 @@ impl Process {
             })
         };
         let mut listening = Vec::new();
-        if config.roles.contains(&Role::Api) {
+        let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
+            (true, true) => {
+                let gateway = edge::terminal::router(services.clone());
+                Some(edge::api::router(services.clone()).route_service(edge::terminal::PATH, gateway))
+            }
+            (true, false) => Some(edge::api::router(services.clone())),
+            (false, true) => Some(edge::terminal::router(services.clone())),
+            (false, false) => None,
+        };
+        if let Some(router) = public {
             listening.push((
                 "public-api",
                 Listening {
                     at: bind(config.public_listen).await?,
                     tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
-                    router: edge::api::router(services.clone()),
+                    router,
                     connections: self.connections.clone(),
                     trust_domain: None,
                     stop: self.stop_listening.clone(),
@@ -444,6 +470,7 @@ impl Listening {
 /// What is done at once after a commit: here directly, at the other replicas by a word over NATS.
 struct Nudges {
     polls: Polls,
+    terminals: Terminals,
     connections: Connections,
     here: Arc<Here>,
     bus: Bus,
@@ -454,18 +481,20 @@ impl Effects for Nudges {
         let nudge = match effect {
             Effect::WakeNode(node) => Nudge::Wake(node),
             Effect::CloseNode(node) => Nudge::Close(node),
+            Effect::WakeTerminal(session) => Nudge::Terminal(session),
             // The others hear of the event.
             Effect::ReadPolicy => return self.here.policy_written.notify_one(),
         };
-        act(nudge, &self.polls, &self.connections);
+        act(nudge, &self.polls, &self.terminals, &self.connections);
         let bus = self.bus.clone();
         tokio::spawn(async move { bus.nudge(nudge).await });
     }
 }
 
-fn act(nudge: Nudge, polls: &Polls, connections: &Connections) {
+fn act(nudge: Nudge, polls: &Polls, terminals: &Terminals, connections: &Connections) {
     match nudge {
         Nudge::Wake(node) => polls.wake(node),
+        Nudge::Terminal(session) => terminals.wake(session),
         Nudge::Close(node) => {
             polls.wake(node);
             connections.close_node(node.0);

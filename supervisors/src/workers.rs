@@ -9,4 +9,5 @@ pub mod policy;
 pub mod provisioning;
 pub mod reactor;
 pub mod relay;
+mod terminals;
 pub mod timers;

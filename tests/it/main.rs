@@ -23,5 +23,6 @@ mod secrets;
 mod service_accounts;
 mod sweep;
 mod tasks;
+mod terminal;
 mod tidy;
 mod tool;

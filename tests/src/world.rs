@@ -29,6 +29,7 @@ mod plan;
 mod store;
 mod stored;
 pub mod tenants;
+pub mod terminal;
 
 use client::Client;
 pub use end::Declared;

@@ -68,6 +68,8 @@ typed_id! {
     PolicyId,
     /// One policy value that was written.
     PolicyValueId,
+    /// One shell on an allocation's machine.
+    TerminalSessionId,
 }
 
 macro_rules! kinds {
@@ -113,6 +115,8 @@ kinds! {
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.
     Policy = "policy": crate::policy::ScopeValues,
+    /// One shell on an allocation's machine, and who is connected to it.
+    TerminalSession = "terminal_session": crate::terminal_session::TerminalSession,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

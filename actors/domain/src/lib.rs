@@ -29,12 +29,13 @@ pub mod redact;
 pub mod service_account;
 pub mod sku;
 pub mod tenant;
+pub mod terminal_session;
 
 pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
-    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

@@ -131,7 +131,7 @@ impl Agent {
     }
 
     async fn execute(
-        &self,
+        self: &Arc<Self>,
         payload: &TaskPayload,
         mut place: Place,
         slot: Option<OwnedSemaphorePermit>,
@@ -173,14 +173,13 @@ impl Agent {
         Some(result)
     }
 
-    async fn do_task(&self, payload: &TaskPayload) -> Result<Effect, Failure> {
+    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Result<Effect, Failure> {
         if let Task::Provision(provision) = &payload.task
             && self.journal.has_released(provision.allocation_id)
         {
             return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
         }
         let executor = Arc::clone(&self.executor);
-        let task = payload.task.clone();
         let seal = Seal {
             node_id: self.config.node_id,
             task_id: payload.task_id,
@@ -188,13 +187,14 @@ impl Agent {
             boot_id: self.boot_id,
             key: self.recovery_key.clone(),
         };
-        tokio::task::spawn_blocking(move || match &task {
-            Task::Provision(provision) => executor.provision(provision).map(Effect::plain),
-            Task::Release(release) => seal.release(executor.as_ref(), release),
-            Task::Validate {} => executor.validate().map(Effect::plain),
-        })
-        .await
-        .unwrap_or_else(|panic| {
+        let done: Box<dyn FnOnce() -> Result<Effect, Failure> + Send> = match payload.task.clone() {
+            Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
+            Task::Release(release) => Box::new(move || seal.release(executor.as_ref(), &release)),
+            Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
+            // A terminal lives on after its task, and is no matter of the executor's alone.
+            Task::OpenTerminal(open) => return self.open_terminal(&open).await.map(Effect::plain),
+        };
+        tokio::task::spawn_blocking(done).await.unwrap_or_else(|panic| {
             let message = format!("the executor ended without an answer: {panic}");
             Err(Failure::new("executor_panicked", message))
         })
@@ -212,6 +212,11 @@ impl Agent {
             };
             match answer {
                 Ok(_) => break Ended::Recorded,
+                // The session may be over by now, and nobody asks how it began.
+                Err(error) if error.status() == Some(StatusCode::NOT_FOUND) && self.is_terminal(task_id) => {
+                    info!("the session was over before its beginning was reported");
+                    break Ended::GivenUp;
+                }
                 Err(error) if is_refused_for_good(&error) => {
                     error!(
                         error_code = error.code(),
@@ -228,6 +233,10 @@ impl Agent {
             }
         };
         self.write(Line::Reported { task_id, attempt, ended, at: Utc::now() }).await;
+    }
+
+    fn is_terminal(&self, task_id: Uuid) -> bool {
+        self.journal.record(task_id).is_some_and(|record| matches!(record.payload.task, Task::OpenTerminal(_)))
     }
 
     async fn stopped_for(&self, length: Duration) {

@@ -1,14 +1,15 @@
 //! Checks in production what must always hold (design 2): a few entities of this process's shards at a time, over and over, each
 //! time in one snapshot of the database, by the predicates that the property tests use.
 //!
-//! From the database I1, I2 and I8 can be judged. I3 is money's ledger; I4 to I7 are held by what a commit refuses, and leave
-//! nothing behind by which a breach would show: a counter for them could not move, and there is none.
+//! From the database I1, I2 and I8 can be judged, and I4 of terminals' tokens. I3 is money's ledger; I4 of others to I7 are held by what
+//! a commit refuses, and leave nothing behind by which a breach would show: a counter for them could not move, and there is none.
 
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
+use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, Kind, NodeId, Shard};
 use persistence::read::{Cursor, Inspected};
 use persistence::{Reads, StoreError};
@@ -24,7 +25,7 @@ const TURN: Duration = Duration::from_secs(2);
 /// Entities of each kind in one turn.
 const AT_A_TIME: u32 = 100;
 
-const JUDGED: [&str; 3] = ["I1", "I2", "I8"];
+const JUDGED: [&str; 4] = ["I1", "I2", "I4", "I8"];
 
 /// What was checked, and what was found broken.
 pub struct Auditor {
@@ -56,7 +57,7 @@ impl Auditor {
     pub async fn run(&self, host: Arc<Host>) -> anyhow::Result<()> {
         let mut turn = interval(TURN);
         turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut nodes, mut allocations) = (None, None);
+        let (mut nodes, mut allocations, mut terminals) = (None, None, None);
         loop {
             turn.tick().await;
             let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
@@ -71,6 +72,10 @@ impl Auditor {
             match self.look_at_allocations(&shards, allocations).await {
                 Ok(next) => allocations = next,
                 Err(error) => tracing::warn!(error = %error, "could not check the allocations' invariants"),
+            }
+            match self.look_at_terminals(&shards, terminals).await {
+                Ok(next) => terminals = next,
+                Err(error) => tracing::warn!(error = %error, "could not check the terminal sessions' invariants"),
             }
         }
     }
@@ -113,6 +118,21 @@ impl Auditor {
             self.judge("I8", row, ends(row, &allocation, invariant::allocation_is_transient(&allocation)));
             let alone: BTreeMap<AllocationId, _> = BTreeMap::from([(allocation.id, allocation)]);
             self.judge("I2", row, invariant::each_believed_place_is_held(&nodes, &alone));
+        }
+        Ok(page.next)
+    }
+
+    /// Checks the terminal sessions that come after `at`, and says how far it came.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn look_at_terminals(&self, shards: &[Shard], at: Option<Cursor>) -> Result<Option<Cursor>, StoreError> {
+        let page = self.reads.inspect().await?.entities(Kind::TerminalSession, shards, at, AT_A_TIME).await?;
+        for row in &page.items {
+            self.judge_record(row);
+            let Some(session) = decoded::<TerminalSession>(row) else { continue };
+            self.judge("I4", row, invariant::a_spent_terminal_token_is_gone(&session));
+            self.judge("I8", row, ends(row, &session, invariant::terminal_session_is_transient(&session)));
         }
         Ok(page.next)
     }

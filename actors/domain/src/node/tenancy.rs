@@ -1,14 +1,15 @@
 //! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
 
-use super::{Life, Node, Rejection, Reply};
+use super::{Life, Node, Rejection, Reply, TerminalOrder};
 use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::AuditAction;
 use crate::event::Event;
-use crate::id::{AllocationId, TaskId};
+use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Origin, Step, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::collections::BTreeMap;
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +20,9 @@ pub struct Hold {
     /// When the node asks again whether the allocation wants it.
     #[serde(default)]
     pub again: Option<Again>,
+    /// Terminal sessions that the agent is to begin.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub terminals: BTreeMap<TerminalSessionId, TerminalOrder>,
 }
 
 impl Hold {
@@ -92,6 +96,7 @@ pub struct Order {
 pub enum What {
     Provision { keys: Vec<AuthorizedKey> },
     Release,
+    OpenTerminal { session_id: TerminalSessionId, ends_at: Timestamp },
 }
 
 /// What the agent says came of a task. The edge has verified the signature of a clean-up proof before it says `clean`.
@@ -135,7 +140,10 @@ impl Node {
         };
         let mut next = self.clone();
         let again = Some(Again::first(ctx.now));
-        next.holds.insert(allocation_id, Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again });
+        next.holds.insert(
+            allocation_id,
+            Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again, terminals: BTreeMap::new() },
+        );
         debug_assert!(crate::invariant::each_gpu_is_held_once(&next));
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
         let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
@@ -393,6 +401,9 @@ impl Node {
     /// The work that waits for the agent, oldest first.
     pub(super) fn orders(&self) -> Vec<Order> {
         let mut orders: Vec<_> = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold)).collect();
+        if self.in_service() {
+            orders.extend(self.terminal_orders());
+        }
         orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
         orders
     }
@@ -442,6 +453,9 @@ impl Node {
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
+        if let Some(of_a_terminal) = self.terminal_reported(task_id, attempt, &verdict) {
+            return of_a_terminal;
+        }
         let found = self.holds.iter().find_map(|(id, hold)| match &hold.phase {
             HoldPhase::Provisioning { work }
             | HoldPhase::Releasing { work }
@@ -580,7 +594,7 @@ impl Node {
 }
 
 /// What an agent calls the cause, as far as it is a code: an event is no place for an agent's own words. Those are in the history.
-fn reason_code(code: &str) -> String {
+pub(super) fn reason_code(code: &str) -> String {
     let is_code =
         !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
     if is_code { code.to_owned() } else { "agent_error".to_owned() }

@@ -386,6 +386,7 @@ impl Story {
         let what = |order: Order| match order.what {
             What::Provision { .. } => "provision",
             What::Release => "release",
+            What::OpenTerminal { .. } => "open terminal",
         };
         orders.into_iter().map(what).collect()
     }
@@ -536,6 +537,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         let effect = match effect {
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
+            Effect::WakeTerminal(_) => "wake terminal",
             Effect::ReadPolicy => "read policy",
         };
         write!(line, " | {effect}").unwrap();

@@ -272,6 +272,7 @@ fn of_a_node() {
         keys: request().ssh_keys,
         phase: node::HoldPhase::Releasing { work: work.clone() },
         again: None,
+        terminals: std::collections::BTreeMap::new(),
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);

@@ -224,6 +224,7 @@ impl World {
             jwks_refresh_token: InternalToken::new(REFRESH_TOKEN),
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
+            terminals: crate::testing::terminals(),
             connections: Connections::default(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
@@ -233,6 +234,8 @@ impl World {
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
+                terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
+                terminal_origins: Vec::new(),
             },
             stopping: CancellationToken::new(),
         });

@@ -9,6 +9,7 @@ use domain::policy::PolicyBook;
 use domain::{Ctx, Principal, SkuId, Timestamp};
 use ed25519_dalek::SigningKey;
 use serde_json::Map;
+use std::collections::BTreeMap;
 use uuid::Uuid;
 use wire::proof::{Checked, Finding};
 use wire::task::TaskError;
@@ -71,7 +72,14 @@ fn node() -> Node {
         user_name: "gpu-2".into(),
         region_code: String::new(),
     };
-    node.holds.insert(ALLOCATION, Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work }, again: None });
+    let hold = Hold {
+        placed,
+        keys: Vec::new(),
+        phase: HoldPhase::Releasing { work },
+        again: None,
+        terminals: BTreeMap::new(),
+    };
+    node.holds.insert(ALLOCATION, hold);
     node
 }
 

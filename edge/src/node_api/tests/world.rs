@@ -172,6 +172,7 @@ impl World {
             jwks_refresh_token: None,
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
+            terminals: crate::testing::terminals(),
             connections: connections.clone(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
@@ -191,6 +192,8 @@ impl World {
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: format!("https://localhost:{}", address.port()),
+                terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
+                terminal_origins: Vec::new(),
             },
             stopping: CancellationToken::new(),
         });
@@ -476,7 +479,7 @@ impl Effects for AtOnce {
             Effect::CloseNode(node) if self.closes.load(Ordering::SeqCst) => {
                 self.connections.close_node(node.0);
             }
-            Effect::CloseNode(_) | Effect::ReadPolicy => {}
+            Effect::CloseNode(_) | Effect::WakeTerminal(_) | Effect::ReadPolicy => {}
         }
     }
 }
