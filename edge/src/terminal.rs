@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use wire::terminal::{Down, Up};
 
-pub use gateway::{PATH, router};
+pub use gateway::{PATH, beside, router};
 pub(crate) use watch::{Ending, until_over};
 
 /// The subprotocol that a connection speaks (decisions 5, *Terminal*).

@@ -348,10 +348,7 @@ impl Process {
         };
         let mut listening = Vec::new();
         let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
-            (true, true) => {
-                let gateway = edge::terminal::router(services.clone());
-                Some(edge::api::router(services.clone()).route_service(edge::terminal::PATH, gateway))
-            }
+            (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
             (true, false) => Some(edge::api::router(services.clone())),
             (false, true) => Some(edge::terminal::router(services.clone())),
             (false, false) => None,

@@ -59,9 +59,8 @@ async fn a_user_types_on_what_they_rent_resizes_it_and_learns_how_it_ended() {
     terminal.control(&json!({ "type": "ping" })).await;
     terminal.told("pong").await;
     // The tenant's own environment, and nothing of the agent's.
-    terminal.enter("env | grep -c -e SVC_ -e ENROLLMENT; echo \"$GPUAAS_ALLOCATION_ID in $PWD is home $HOME\"\n").await;
-    terminal.shows("\r\n0\r\n").await;
-    terminal.shows(&format!("{} in ", allocation.id)).await;
+    terminal.enter("echo \"secrets=$(env | grep -c -e SVC_ -e ENROLLMENT) of $GPUAAS_ALLOCATION_ID\"\n").await;
+    terminal.shows(&format!("secrets=0 of {}", allocation.id)).await;
     assert_eq!(session_of(&world, session).await["state"], "attached");
     terminal.enter("exit 7\n").await;
     assert_eq!(terminal.told("exit").await["code"], 7);

@@ -13,7 +13,7 @@ use crate::services::Services;
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::{State, WebSocketUpgrade};
+use axum::extract::{Request, State, WebSocketUpgrade};
 use axum::http::{HeaderMap, Uri, header};
 use axum::response::Response;
 use axum::routing::get;
@@ -25,6 +25,7 @@ use domain::terminal_session::{Command, Digest, Rejection, Reply, TerminalSessio
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
+use tower::ServiceExt as _;
 use wire::terminal::MESSAGE;
 
 /// The gateway's one route.
@@ -45,6 +46,12 @@ pub fn router(services: Services) -> Router {
     let outermost = Outermost::of(Service { name: "terminal-gateway", tells_route: true }, &services);
     let router = Router::new().route(PATH, get(connect)).with_state(services);
     finished(bounded(router, RequestTimeout(UPGRADES_WITHIN), Concurrency::at_most(UPGRADES_AT_ONCE)), outermost)
+}
+
+/// The gateway on the address of the public API. Each keeps its own layers and its own words.
+pub fn beside(public: Router, services: Services) -> Router {
+    let gateway = router(services);
+    public.route_service(PATH, tower::service_fn(move |request: Request| gateway.clone().oneshot(request)))
 }
 
 /// What the client offers as subprotocols.

@@ -209,7 +209,8 @@ impl HandAgent {
     pub fn success(&self, task: &TaskPayload) -> TaskResult {
         let proof = match &task.task {
             Task::Release(release) => Some(self.proof(task, release.allocation_id)),
-            Task::Provision(_) | Task::Validate {} => None,
+            // It says that it began, and has no shell.
+            Task::Provision(_) | Task::OpenTerminal(_) | Task::Validate {} => None,
         };
         let now = Utc::now();
         TaskResult {
