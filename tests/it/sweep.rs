@@ -118,6 +118,11 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
     let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
     let account_key = world.user.once(Method::POST, &account_key, None).await.created();
+    // What is rented by somebody, and a shell on it.
+    world.node("swept-alive").await;
+    let alive = world.rent("swept-alive", 1).await;
+    alive.expect_state("active").await;
+    let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
     let id = |id: Uuid| ("{id}", id.to_string());
@@ -126,6 +131,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/admin/nodes/{id}", node.id),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
@@ -292,6 +299,7 @@ async fn every_route_of_the_node_api_is_a_nodes_own() {
     for route in PAGE {
         let (method, path) = (Method::from_bytes(route.method.as_bytes()).unwrap(), route.path);
         let path = path.trim_start_matches("/internal/v1/nodes/{id}/").replace("{task_id}", &Uuid::nil().to_string());
+        let path = path.replace("{session_id}", &Uuid::nil().to_string());
         let path = if path.ends_with("/wait") { format!("{path}?timeout_seconds=1") } else { path };
         let (none, others) = (&nobody, other.client_without_pool());
         let removeds = removed.client_without_pool();

@@ -80,8 +80,10 @@ struct Connected {
 enum End {
     /// The program ended and its output is sent.
     Exited(Exit),
-    /// The control plane, the lifetime or the agent's end.
-    Closed,
+    /// The control plane says so, for itself or for the user.
+    Told,
+    /// The lifetime, or the agent's end.
+    Over,
 }
 
 impl Session {
@@ -118,9 +120,13 @@ impl Session {
     }
 
     pub(super) async fn run(mut self) {
-        let end = self.live().await;
-        if let End::Exited(exit) = end {
-            self.say_until_heard(exit).await;
+        match self.live().await {
+            End::Exited(exit) => self.say_until_heard(exit).await,
+            End::Told => {
+                let exit = self.end_processes().await;
+                self.say_until_heard(exit).await;
+            }
+            End::Over => {}
         }
         self.over.cancel();
         self.end_processes().await;
@@ -153,18 +159,19 @@ impl Session {
             let may_read = self.may_read();
             let (read_after, rest_until) = (self.read_after, self.rest_until());
             tokio::select! {
-                () = self.over.cancelled() => return End::Closed,
+                () = self.over.cancelled() => return End::Over,
                 () = sleep_until(self.ends_at) => {
                     debug!("the session's lifetime is over");
-                    return End::Closed;
+                    return End::Over;
                 }
                 heard = self.heard.recv() => match heard {
-                    Some(Heard::Said(Down::Close)) | None => return End::Closed,
+                    Some(Heard::Said(Down::Close)) => return End::Told,
+                    None => return End::Over,
                     Some(Heard::Said(said)) => self.hear(said),
                     Some(Heard::Cut) => self.connected = None,
                 },
                 permit = say.reserve(), if self.has_to_say() => {
-                    let Ok(permit) = permit else { return End::Closed };
+                    let Ok(permit) = permit else { return End::Over };
                     if let Some(up) = next_words(&mut self.connected, &self.output) {
                         permit.send(up);
                     }
@@ -259,27 +266,38 @@ impl Session {
     }
 
     fn exited(&mut self, status: Option<ExitStatus>) {
-        let exit = match status {
-            Some(status) => match (status.code(), status.signal()) {
-                (Some(code), _) => Exit::Code(code),
-                (None, Some(signal)) => Exit::Signal(signal),
-                (None, None) => Exit::Code(-1),
-            },
-            None => Exit::Code(-1),
-        };
-        self.exit = Some(exit);
+        self.exit = Some(exit_of(status));
         self.exited_at = Some(Instant::now());
     }
 
     /// The session's own processes: the shell and what has not left its group. What a user has put into the background of the machine
     /// goes with the allocation.
-    async fn end_processes(&mut self) {
-        let Some(pid) = self.pid.filter(|_| self.exit.is_none()) else { return };
-        let _ = killpg(pid, Signal::SIGHUP);
-        if tokio::time::timeout(GRACE, self.child.wait()).await.is_err() {
-            let _ = killpg(pid, Signal::SIGKILL);
-            let _ = self.child.wait().await;
+    async fn end_processes(&mut self) -> Exit {
+        if let Some(exit) = self.exit {
+            return exit;
         }
+        let signal = |signal| self.pid.map(|pid| killpg(pid, signal));
+        signal(Signal::SIGHUP);
+        let status = match tokio::time::timeout(GRACE, self.child.wait()).await {
+            Ok(status) => status,
+            Err(_) => {
+                signal(Signal::SIGKILL);
+                self.child.wait().await
+            }
+        };
+        let exit = exit_of(status.ok());
+        self.exit = Some(exit);
+        exit
+    }
+}
+
+fn exit_of(status: Option<ExitStatus>) -> Exit {
+    let how = status.map(|status| (status.code(), status.signal()));
+    match how {
+        Some((Some(code), _)) => Exit::Code(code),
+        Some((None, Some(signal))) => Exit::Signal(signal),
+        // Nobody knows.
+        Some((None, None)) | None => Exit::Code(-1),
     }
 }
 

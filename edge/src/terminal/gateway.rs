@@ -13,7 +13,7 @@ use crate::services::Services;
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::{Request, State, WebSocketUpgrade};
+use axum::extract::{MatchedPath, Request, State, WebSocketUpgrade};
 use axum::http::{HeaderMap, Uri, header};
 use axum::response::Response;
 use axum::routing::get;
@@ -51,7 +51,12 @@ pub fn router(services: Services) -> Router {
 /// The gateway on the address of the public API. Each keeps its own layers and its own words.
 pub fn beside(public: Router, services: Services) -> Router {
     let gateway = router(services);
-    public.route_service(PATH, tower::service_fn(move |request: Request| gateway.clone().oneshot(request)))
+    let serve = move |mut request: Request| {
+        // The gateway says itself which of its routes this is.
+        request.extensions_mut().remove::<MatchedPath>();
+        gateway.clone().oneshot(request)
+    };
+    public.route_service(PATH, tower::service_fn(serve))
 }
 
 /// What the client offers as subprotocols.
