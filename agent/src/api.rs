@@ -97,6 +97,18 @@ impl ApiError {
         }
     }
 
+    /// Whether the control plane speaks an older protocol than this agent, as replicas do that are yet to be upgraded.
+    #[must_use]
+    pub fn is_of_an_older_control_plane(&self) -> bool {
+        match self {
+            Self::Refused { status: StatusCode::UPGRADE_REQUIRED, error: Some(error), .. } => {
+                let newest = error.details.get("newest_protocol").and_then(serde_json::Value::as_u64);
+                newest.is_some_and(|newest| newest < u64::from(wire::PROTOCOL))
+            }
+            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+        }
+    }
+
     /// Whether the node has left the inventory for good.
     #[must_use]
     pub fn is_node_removed(&self) -> bool {

@@ -322,7 +322,7 @@ mod tests {
             key_path: at("etc/node.key"),
             ca_bundle_pem: CA.into(),
             ca_bundle_fingerprint: fingerprint(CA),
-            package: None,
+            package: Default::default(),
         }
     }
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
 mod fake;
+mod generations;
 
 use std::time::Duration;
 

@@ -12,7 +12,7 @@ use wire::Token;
 use wire::bundle::env_file::quote;
 use wire::bundle::{BootstrapBundle, fingerprint, names};
 
-/// The agent's folder on an installed node, its environment file and its unit (`deploy/systemd`).
+/// The agent's folder on an installed node, and its environment file and unit unless they are configured (`deploy/systemd`).
 const AGENT_FOLDER: &str = "/var/lib/gpuaas-agent";
 const ENV_FILE: &str = "/etc/gpuaas/agent.env";
 const UNIT: &str = "gpuaas-agent.service";
@@ -37,8 +37,7 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
         key_path: at("node.key"),
         ca_bundle_pem: trust.api_ca_pem.clone(),
         ca_bundle_fingerprint: fingerprint(&trust.api_ca_pem),
-        // Agents are installed by the operator until packages are published.
-        package: None,
+        package: services.package.clone(),
     }
 }
 
@@ -47,10 +46,7 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
 /// # Errors
 /// `internal_error` where a value holds a NUL, which no file of an environment can carry.
 pub fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
-    script(bundle, ENV_FILE, UNIT)
-}
-
-fn script(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<String, ApiError> {
+    let (env_file, unit) = places(bundle);
     let environment = bundle.to_env_file().map_err(ApiError::internal)?;
     let values = [
         ("node_id", bundle.node_id.to_string().as_str()),
@@ -74,10 +70,7 @@ fn script(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<String
 /// # Errors
 /// `internal_error` where a value holds a NUL.
 pub fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiError> {
-    command(bundle, ENV_FILE, UNIT)
-}
-
-fn command(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<String, ApiError> {
+    let (env_file, unit) = places(bundle);
     let [file, new] = [env_file.to_owned(), format!("{env_file}.new")].map(|path| quote(&path));
     let token = names::ENROLLMENT_TOKEN;
     let line = quote(&format!("{token}={}", quote(bundle.enrollment_token.expose())));
@@ -89,6 +82,12 @@ fn command(bundle: &BootstrapBundle, env_file: &str, unit: &str) -> Result<Strin
         return Err(ApiError::internal("a value of the bundle holds a NUL"));
     }
     Ok(format!("sh -u -c {}", quote(&steps)))
+}
+
+/// The agent's environment file and its unit: those of the package, else those of `deploy/systemd`.
+fn places(bundle: &BootstrapBundle) -> (&str, &str) {
+    let package = &bundle.package;
+    (package.env_file_path.as_deref().unwrap_or(ENV_FILE), package.systemd_unit_name.as_deref().unwrap_or(UNIT))
 }
 
 #[cfg(test)]

@@ -1,8 +1,11 @@
-//! Who a node is: the certificate that its TLS connection proved.
+//! Who a node is: the certificate that its TLS connection proved, to this process or to a trusted proxy in front of it ([`proxies`]).
 //!
 //! TLS verified the chain when the connection began, or long before when it was resumed; so the end of the certificate
 //! and the node in the path are checked at each request. The node's state and its identity generation are the
 //! handler's to check, from the store.
+
+pub mod forwarded;
+pub mod proxies;
 
 use std::{fmt, sync::Arc};
 
@@ -18,6 +21,7 @@ use x509_parser::{certificate::X509Certificate, extensions::GeneralName, prelude
 use crate::{
     correlation::Scope,
     error::{ApiError, Code},
+    identity::forwarded::NotForwarded,
     tls::Peer,
 };
 
@@ -135,6 +139,29 @@ pub fn refuse(reason: Reason) -> ApiError {
     ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", reason.as_str())
 }
 
+/// The answer to a node whose certificate came through a proxy and does not count.
+fn refuse_forwarded(why: &NotForwarded) -> ApiError {
+    let refused = match why {
+        NotForwarded::Expired => refuse(Reason::CertificateExpired),
+        NotForwarded::Unverified(_) => refuse(Reason::CertificateUnknown),
+        // The node can do nothing about it: its operator reads the cause in the log.
+        NotForwarded::Twice
+        | NotForwarded::HopByHop
+        | NotForwarded::TooLong
+        | NotForwarded::NotText
+        | NotForwarded::NotAByteSequence
+        | NotForwarded::NotOneElement
+        | NotForwarded::NoCertificate
+        | NotForwarded::NotEncoded
+        | NotForwarded::NotOneCertificate => {
+            let message = "The proxy in front did not forward exactly one client certificate; its operator compares its \
+                           configuration with deploy/ingress.";
+            ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", Reason::CertificateUnknown.as_str())
+        }
+    };
+    refused.because(why.clone())
+}
+
 /// The node that makes a request: certified, not expired now, and the one that the path names (as `id` or `node_id`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeIdentity {
@@ -152,10 +179,11 @@ where
 
     async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
         let certificate = match parts.extensions.get::<ConnectInfo<Peer>>() {
-            Some(ConnectInfo(peer)) => peer.leaf().cloned().ok_or_else(|| refuse(Reason::CertificateMissing))?,
+            Some(ConnectInfo(peer)) => peer.certificate().map_err(refuse_forwarded)?,
             None => return Err(ApiError::internal("a node route is served without TLS")),
         };
-        let certificate = NodeCertificate::parse(&certificate, &TrustDomain::from_ref(state))
+        let certificate = certificate.ok_or_else(|| refuse(Reason::CertificateMissing))?;
+        let certificate = NodeCertificate::parse(certificate, &TrustDomain::from_ref(state))
             .map_err(|cause| refuse(Reason::CertificateUnknown).because(cause))?;
         let params = RawPathParams::from_request_parts(parts, state).await.map_err(ApiError::internal)?;
         let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());

@@ -49,6 +49,8 @@ pub struct Parts {
     pub stats_token: Option<InternalToken>,
     pub platform_roles: PlatformRoleCounters,
     pub addresses: Addresses,
+    /// The agent's package, as bundles name it.
+    pub package: wire::bundle::Package,
     /// Cancelled when this process ends: what waits long answers then.
     pub stopping: tokio_util::sync::CancellationToken,
 }

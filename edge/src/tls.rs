@@ -6,37 +6,59 @@ use std::{net::SocketAddr, sync::Arc};
 use rustls::{
     RootCertStore, ServerConfig,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
-    server::{NoServerSessionStorage, ProducesTickets, WebPkiClientVerifier},
+    server::{NoServerSessionStorage, ProducesTickets, WebPkiClientVerifier, danger::ClientCertVerifier},
 };
 use thiserror::Error;
+
+use crate::identity::forwarded::NotForwarded;
 
 pub mod connections;
 pub mod serve;
 pub mod tickets;
 
-/// Who is at the other end of a connection; handlers take it as `ConnectInfo<Peer>`.
+/// Who makes a request; handlers take it as `ConnectInfo<Peer>`.
 #[derive(Clone, Debug)]
 pub struct Peer {
+    /// Of the client; without its port where it came through a proxy.
     pub address: SocketAddr,
-    /// The client's certificates as TLS verified them when the session began, the client's own first.
-    certificates: Arc<[CertificateDer<'static>]>,
-    /// Whether the session was resumed from a ticket, in which case the certificates come out of the ticket.
+    shown: Shown,
+    /// Whether the session was resumed from a ticket, in which case the certificate comes out of the ticket.
     pub resumed: bool,
+}
+
+/// Where the client's certificate comes from.
+#[derive(Clone, Debug)]
+enum Shown {
+    /// As TLS verified it when the session began.
+    InTls(Option<Arc<CertificateDer<'static>>>),
+    /// As a trusted proxy says, of this one request.
+    ToAProxy(Result<Option<CertificateDer<'static>>, NotForwarded>),
 }
 
 impl Peer {
     pub(crate) fn new(address: SocketAddr, certificates: &[CertificateDer<'static>], resumed: bool) -> Self {
-        Self {
-            address,
-            certificates: certificates.iter().map(|certificate| certificate.clone().into_owned()).collect(),
-            resumed,
-        }
+        let leaf = certificates.first().map(|certificate| Arc::new(certificate.clone().into_owned()));
+        Self { address, shown: Shown::InTls(leaf), resumed }
+    }
+
+    /// The client behind this peer, which is a proxy.
+    pub(crate) fn behind_a_proxy(
+        &self,
+        address: SocketAddr,
+        certificate: Result<Option<CertificateDer<'static>>, NotForwarded>,
+    ) -> Self {
+        Self { address, shown: Shown::ToAProxy(certificate), resumed: self.resumed }
     }
 
     /// The client's own certificate in DER; `None` where it showed none.
-    #[must_use]
-    pub fn leaf(&self) -> Option<&CertificateDer<'static>> {
-        self.certificates.first()
+    ///
+    /// # Errors
+    /// Where a proxy's word for it does not count.
+    pub fn certificate(&self) -> Result<Option<&CertificateDer<'static>>, &NotForwarded> {
+        match &self.shown {
+            Shown::InTls(certificate) => Ok(certificate.as_deref()),
+            Shown::ToAProxy(told) => told.as_ref().map(Option::as_ref),
+        }
     }
 }
 
@@ -79,16 +101,7 @@ pub fn server_config(settings: &ServerTls<'_>) -> Result<ServerConfig, TlsConfig
     let key = PrivateKeyDer::from_pem_slice(settings.key_pem.as_bytes()).map_err(TlsConfigError::Key)?;
     let verifier = match settings.client_authorities_pem {
         None => WebPkiClientVerifier::no_client_auth(),
-        Some(pem) => {
-            let mut roots = RootCertStore::empty();
-            for authority in certificates(pem, TlsConfigError::ClientAuthorities)? {
-                roots.add(authority)?;
-            }
-            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
-                .allow_unauthenticated()
-                .build()
-                .map_err(TlsConfigError::Verifier)?
-        }
+        Some(pem) => client_verifier(pem)?,
     };
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
@@ -102,6 +115,19 @@ pub fn server_config(settings: &ServerTls<'_>) -> Result<ServerConfig, TlsConfig
         None => config.send_tls13_tickets = 0,
     }
     Ok(config)
+}
+
+/// Who verifies client certificates against these authorities, PEM. A client that shows none is let in.
+pub(crate) fn client_verifier(authorities_pem: &str) -> Result<Arc<dyn ClientCertVerifier>, TlsConfigError> {
+    let mut roots = RootCertStore::empty();
+    for authority in certificates(authorities_pem, TlsConfigError::ClientAuthorities)? {
+        roots.add(authority)?;
+    }
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+        .allow_unauthenticated()
+        .build()
+        .map_err(TlsConfigError::Verifier)
 }
 
 fn certificates(

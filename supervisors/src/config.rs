@@ -4,12 +4,14 @@
 use anyhow::{Context, bail};
 use edge::auth::internal::InternalToken;
 use edge::auth::{Algorithm, TokenRules};
+use edge::identity::forwarded::Forwarding;
 use ipnet::IpNet;
 use secrecy::SecretString;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
+use wire::bundle::{Package, names};
 
 /// What `gpuaas serve` reads from `SVC_*`.
 #[derive(Debug)]
@@ -22,6 +24,8 @@ pub struct Config {
     pub kek_file: PathBuf,
     pub public_listen: SocketAddr,
     pub node_listen: SocketAddr,
+    /// Who stands in front of the node API, if anybody does.
+    pub node_proxies: Option<NodeProxies>,
     /// Where operators and their tools ask for figures, in clear.
     pub operations_listen: SocketAddr,
     /// Lets the operator's tools read this process's stats.
@@ -42,6 +46,8 @@ pub struct Config {
     pub probe_allowed: Vec<IpNet>,
     /// Ed25519 verifier keys for the bundle; empty: the active one.
     pub bootstrap_verifier_keys: Vec<String>,
+    /// The agent's package, as bundles name it.
+    pub package: Package,
     pub roles: BTreeSet<Role>,
 }
 
@@ -53,6 +59,13 @@ pub struct Identity {
     pub rules: TokenRules,
     /// Opens `POST /internal/auth/jwks/refresh`; without it that route is not there.
     pub jwks_refresh_token: Option<InternalToken>,
+}
+
+/// Proxies that end TLS for the node API, and how they forward a client's certificate.
+#[derive(Debug, PartialEq, Eq)]
+pub struct NodeProxies {
+    pub forwarding: Forwarding,
+    pub networks: Vec<IpNet>,
 }
 
 /// A part of the control plane that can run in a process of its own.
@@ -132,6 +145,7 @@ impl Config {
             kek_file: required("SVC_KEK_FILE", "the key ring that seals secrets at rest")?.into(),
             public_listen: address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443")?,
             node_listen: address("SVC_NODE_LISTEN", "0.0.0.0:9443")?,
+            node_proxies: node_proxies(optional)?,
             operations_listen: address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464")?,
             stats_token: internal_token("INTERNAL_STATS_TOKEN")?,
             terminal_url: optional("SVC_TERMINAL_URL").unwrap_or_else(|| terminal_url(&public_url)),
@@ -146,6 +160,7 @@ impl Config {
             trust_domain: optional("SVC_TRUST_DOMAIN").unwrap_or_else(|| "gpuaas".to_owned()),
             probe_allowed: networks("NODE_PROBE_ALLOWED_CIDRS")?,
             bootstrap_verifier_keys: list("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS"),
+            package: package(optional)?,
             roles: parse_roles(&optional("SVC_ROLES").unwrap_or_else(|| "all".to_owned()))?,
         })
     }
@@ -201,6 +216,71 @@ fn algorithm(name: &str) -> anyhow::Result<Algorithm> {
     })
 }
 
+/// Reads who stands in front of the node API.
+fn node_proxies(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<NodeProxies>> {
+    const WAY: &str = "SVC_NODE_CLIENT_IDENTITY";
+    const NETWORKS: &str = "SVC_NODE_TRUSTED_PROXIES";
+    let way = variable(WAY).unwrap_or_else(|| "tls".to_owned());
+    let networks = parsed_networks(NETWORKS, &variable(NETWORKS).unwrap_or_default())?;
+    if way == "tls" {
+        if !networks.is_empty() {
+            bail!("{NETWORKS} is set, but {WAY} does not say how those proxies forward a certificate");
+        }
+        return Ok(None);
+    }
+    let forwarding = Forwarding::ALL.into_iter().find(|known| known.name() == way).with_context(|| {
+        let known = Forwarding::ALL.map(Forwarding::name).join(", ");
+        format!("{WAY} is {way:?}; it must be tls, or one of {known}")
+    })?;
+    if networks.is_empty() {
+        bail!("{WAY} is {way}; {NETWORKS} must name the proxies' networks: only their word is taken");
+    }
+    if let Some(everybody) = networks.iter().find(|network| network.prefix_len() == 0) {
+        bail!("{NETWORKS}: {everybody} would let everybody be any node");
+    }
+    Ok(Some(NodeProxies { forwarding, networks }))
+}
+
+/// Reads where the agent's package is and goes. What is not set is null in the bundle.
+fn package(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Package> {
+    let told = |name: &str, what: &str, is_one: fn(&str) -> bool| match variable(name) {
+        Some(value) if is_one(&value) => Ok(Some(value)),
+        Some(value) => bail!("{name} is {value:?}; it must be {what}"),
+        None => Ok(None),
+    };
+    let is_word = |text: &str| !text.contains(|character: char| character.is_whitespace() || character.is_control());
+    let is_digest = |text: &str| {
+        text.strip_prefix("sha256:")
+            .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
+    };
+    let is_path = |text: &str| text.starts_with('/') && !text.contains(char::is_control);
+    let is_unit = |text: &str| {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@\\".contains(&byte);
+        text.ends_with(".service") && !text.starts_with('-') && text.bytes().all(allowed)
+    };
+    let package = Package {
+        oci_ref: told(names::PACKAGE_OCI_REF, "a reference in an OCI registry", is_word)?,
+        digest: told(names::PACKAGE_DIGEST, "sha256: and 64 hexadecimal digits", is_digest)?,
+        pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word)?,
+        install_root: told(names::INSTALL_ROOT, "an absolute path", is_path)?,
+        env_file_path: told(names::ENV_FILE, "an absolute path", is_path)?,
+        systemd_unit_name: told(
+            names::SYSTEMD_UNIT,
+            "the name of a systemd unit, such as gpuaas-agent.service",
+            is_unit,
+        )?,
+    };
+    // A reference alone is whatever the registry says today.
+    if package.oci_ref.is_some() != package.digest.is_some() {
+        bail!(
+            "{} and {} go together: a package is pulled by its digest",
+            names::PACKAGE_OCI_REF,
+            names::PACKAGE_DIGEST
+        );
+    }
+    Ok(package)
+}
+
 fn optional(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.trim().is_empty())
 }
@@ -230,9 +310,13 @@ fn items(text: &str) -> Vec<String> {
 }
 
 fn networks(name: &str) -> anyhow::Result<Vec<IpNet>> {
+    parsed_networks(name, &optional(name).unwrap_or_default())
+}
+
+fn parsed_networks(name: &str, text: &str) -> anyhow::Result<Vec<IpNet>> {
     let parse =
         |text: String| text.parse().with_context(|| format!("{name}: {text:?} is no network such as 10.0.0.0/8"));
-    list(name).into_iter().map(parse).collect()
+    items(text).into_iter().map(parse).collect()
 }
 
 /// The gateway at the public URL.
@@ -301,6 +385,55 @@ mod tests {
         ] {
             let error = identity_of(&[(name, value)]).unwrap_err().to_string();
             assert!(error.contains(name) && !error.contains("changeme"), "{error}");
+        }
+    }
+
+    fn of<'a>(variables: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
+        |name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+    }
+
+    #[test]
+    fn the_node_api_ends_tls_itself_unless_proxies_and_their_way_are_named() {
+        const WAY: &str = "SVC_NODE_CLIENT_IDENTITY";
+        const NETWORKS: &str = "SVC_NODE_TRUSTED_PROXIES";
+        assert_eq!(node_proxies(of(&[])).unwrap(), None);
+        assert_eq!(node_proxies(of(&[(WAY, "tls")])).unwrap(), None);
+        let proxies = node_proxies(of(&[(WAY, "rfc9440"), (NETWORKS, "10.0.0.7/32, fd00::/64")])).unwrap().unwrap();
+        assert_eq!((proxies.forwarding, proxies.networks.len()), (Forwarding::Rfc9440, 2));
+        for (variables, named) in [
+            (vec![(WAY, "rfc9440")], NETWORKS),
+            (vec![(NETWORKS, "10.0.0.0/8")], WAY),
+            (vec![(WAY, "spiffe"), (NETWORKS, "10.0.0.0/8")], "xfcc"),
+            (vec![(WAY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "everybody"),
+            (vec![(WAY, "nginx"), (NETWORKS, "proxy.internal")], "proxy.internal"),
+        ] {
+            let error = node_proxies(of(&variables)).unwrap_err().to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_package_is_null_where_unset_and_goes_by_its_digest() {
+        assert_eq!(package(of(&[])).unwrap(), Package::default());
+        let digest = format!("sha256:{}", "0f".repeat(32));
+        let told = [
+            (names::PACKAGE_OCI_REF, "registry.example/gpuaas/agent:1"),
+            (names::PACKAGE_DIGEST, digest.as_str()),
+            (names::ENV_FILE, "/srv/agent.env"),
+        ];
+        let read = package(of(&told)).unwrap();
+        assert_eq!((read.digest.as_deref(), read.install_root), (Some(digest.as_str()), None));
+        for (name, value) in [
+            (names::PACKAGE_OCI_REF, "registry.example/agent:1"),
+            (names::PACKAGE_DIGEST, "sha256:0f"),
+            (names::PACKAGE_PULL_DELIVERY_MODE, "in a letter"),
+            (names::INSTALL_ROOT, "opt/gpuaas"),
+            (names::ENV_FILE, "/etc/a\nb"),
+            (names::SYSTEMD_UNIT, "--now.service"),
+            (names::SYSTEMD_UNIT, "gpuaas agent.service"),
+        ] {
+            let error = package(of(&[(name, value)])).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
         }
     }
 

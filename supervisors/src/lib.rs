@@ -6,6 +6,7 @@ pub mod config;
 pub mod dev;
 pub mod figures;
 pub mod logging;
+pub mod node_ca_command;
 pub mod runtime;
 pub mod serve;
 pub mod supervisor;

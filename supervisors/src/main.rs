@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
+use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
@@ -36,6 +37,8 @@ enum Command {
     Tree(TreeArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
+    /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
+    NodeCa(NodeCaArgs),
 }
 
 #[tokio::main]
@@ -68,6 +71,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
         Command::Tree(args) => tree_command::run(args).await?,
+        Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
     Ok(ExitCode::SUCCESS)

@@ -3,7 +3,7 @@
 use crate::cluster::View;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
-use crate::config::{Config, Role};
+use crate::config::{Config, NodeProxies, Role};
 use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
@@ -28,6 +28,7 @@ use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
+use edge::identity::proxies::Proxies;
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
@@ -256,6 +257,7 @@ impl Process {
                 terminal_url: config.terminal_url.clone(),
                 terminal_origins: config.terminal_origins.clone(),
             },
+            package: config.package.clone(),
             stopping: self.stop_listening.clone(),
         }))
     }
@@ -362,6 +364,7 @@ impl Process {
                     router,
                     connections: self.connections.clone(),
                     trust_domain: None,
+                    proxies: None,
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -376,6 +379,7 @@ impl Process {
                     router: edge::node_api::router(services.clone()),
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
+                    proxies: proxies(config, services)?,
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -426,6 +430,14 @@ impl Process {
     }
 }
 
+/// Whose word for a node's certificate is taken; verified against the same authorities as on direct connections.
+fn proxies(config: &Config, services: &Services) -> anyhow::Result<Option<Arc<Proxies>>> {
+    let Some(NodeProxies { forwarding, networks }) = &config.node_proxies else { return Ok(None) };
+    tracing::info!(%forwarding, ?networks, "the node API takes the word of proxies for client certificates");
+    let authorities = services.trust.node_ca.certificate_pem();
+    Ok(Some(Arc::new(Proxies::new(*forwarding, networks.clone(), authorities)?)))
+}
+
 /// For operators, on an address that they keep to themselves. It says that the process is stopping until the last connection is closed.
 async fn serve_in_clear(at: &std::net::TcpListener, router: axum::Router) -> anyhow::Result<()> {
     let listener = TcpListener::from_std(at.try_clone()?)?;
@@ -441,6 +453,7 @@ struct Listening {
     router: axum::Router,
     connections: Connections,
     trust_domain: Option<TrustDomain>,
+    proxies: Option<Arc<Proxies>>,
     stop: CancellationToken,
     open: TaskTracker,
 }
@@ -454,6 +467,7 @@ impl Listening {
             limits: ListenerLimits::default(),
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
+            proxies: self.proxies.clone(),
         };
         let open = self.open.token();
         server.serve(listener, self.stop.clone()).await?;

@@ -95,6 +95,16 @@ async fn node_ca(secrets: &Secrets, domain: TrustDomain) -> anyhow::Result<NodeC
     Ok(NodeCa::load(domain, certificate, &SecretString::from(key.to_owned()))?)
 }
 
+/// The authorities that node certificates are verified against, PEM.
+///
+/// # Errors
+/// As [`load`]; where no member has made them yet.
+pub async fn node_authorities(secrets: &Secrets) -> anyhow::Result<String> {
+    let secret = secrets.get("node_ca").await?.context("there is no node CA yet: the first member makes it")?;
+    let certificate = secret.public["certificate_pem"].as_str().context("the node CA has no certificate")?;
+    Ok(certificate.to_owned())
+}
+
 async fn signing_key(secrets: &Secrets, name: &str) -> anyhow::Result<SigningKey> {
     let secret = secrets.get_or_create(name, || (random(32), json!({}))).await?;
     let seed: &[u8; 32] =

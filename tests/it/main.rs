@@ -9,6 +9,7 @@ mod faults;
 mod foreign_provider;
 mod generated_client;
 mod harness;
+mod ingress;
 mod input;
 mod main_job;
 mod observability;

@@ -23,6 +23,7 @@
 pub mod client;
 mod end;
 pub mod hand;
+pub mod ingress;
 pub mod line;
 mod logs;
 mod plan;

@@ -152,6 +152,10 @@ impl Applicant<'_> {
 
 /// Whether asking again with the same token cannot help.
 fn is_final(error: &ApiError) -> bool {
+    // Another replica, or this one in a moment, is upgraded.
+    if error.is_of_an_older_control_plane() {
+        return false;
+    }
     match error.status() {
         Some(status) => {
             status.is_client_error()

@@ -33,8 +33,10 @@ use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Recovery, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 use wire::keys::{KeyStatus, VerifierKey};
-use wire::task::{Device, Envelope, Provision, Recorded, Release, ResultAnswer, Task, TaskPayload, TaskResult, sign};
-use wire::{PublicKey, Token, VerifierSet};
+use wire::task::{
+    Device, Envelope, Provision, Recorded, Release, ResultAnswer, TASK_TYPE, Task, TaskPayload, TaskResult, sign,
+};
+use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
 
 pub const TOKEN: &str = "token-that-must-not-be-logged";
 
@@ -87,6 +89,12 @@ pub struct Behaviour {
     pub results: StatusCode,
     pub certificate_life: TimeDelta,
     pub verifier_sets: Vec<VerifierSet>,
+    /// Answers have nothing that this generation of the protocol did not say yet; of the one in force, everything.
+    pub generation: u16,
+    /// Heartbeats and enrollments of a newer protocol than this one's are refused.
+    pub newest_protocol: u16,
+    /// The agent's protocol is older than any that is spoken.
+    pub refuse_as_too_old: bool,
 }
 
 #[derive(Clone)]
@@ -105,6 +113,9 @@ impl Fake {
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
             verifier_sets: vec![],
+            generation: PROTOCOL,
+            newest_protocol: PROTOCOL,
+            refuse_as_too_old: false,
         };
         let shared = Arc::new(Shared {
             node_id,
@@ -170,6 +181,13 @@ impl Fake {
         self.dispatch_envelope(self.sign(payload));
     }
 
+    /// The task as a control plane of that generation signs it; `name` is its payload's recorded message.
+    pub fn dispatch_as(&self, generation: u16, name: &str, payload: &TaskPayload) {
+        let said = as_said_by(generation, name, serde_json::to_value(payload).unwrap());
+        let (bytes, key_id) = (serde_json::to_vec(&said).unwrap(), PublicKey::from(&self.signer).key_id());
+        self.dispatch_envelope(Envelope::sign(&self.signer, &key_id, TASK_TYPE, bytes));
+    }
+
     pub fn dispatch_envelope(&self, envelope: Envelope) {
         self.seen().tasks.push_back(envelope);
     }
@@ -196,7 +214,7 @@ impl Fake {
             key_path: at("etc/node.key"),
             ca_bundle_pem: self.ca_pem.clone(),
             ca_bundle_fingerprint: fingerprint(&self.ca_pem),
-            package: None,
+            package: Default::default(),
         }
     }
 
@@ -205,6 +223,51 @@ impl Fake {
         let keys = vec![VerifierKey::new(PublicKey::from(active), KeyStatus::Active)];
         VerifierSet::sign(version, keys, &[(&PublicKey::from(by).key_id(), by)]).unwrap()
     }
+}
+
+/// What a control plane of that generation would have said of it: `answer` without the fields that its recorded message (`name`, in
+/// `wire/tests/protocol`) has not.
+pub fn as_said_by(generation: u16, name: &str, answer: Value) -> Value {
+    if generation == PROTOCOL {
+        return answer;
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("wire/tests/protocol").join(generation.to_string());
+    let recorded = std::fs::read_to_string(folder.join(name).with_extension("json")).unwrap();
+    pruned(answer, &serde_json::from_str(&recorded).unwrap())
+}
+
+fn pruned(answer: Value, known: &Value) -> Value {
+    match (answer, known) {
+        (Value::Object(answer), Value::Object(known)) => {
+            let kept =
+                answer.into_iter().filter_map(|(key, value)| Some((key.clone(), pruned(value, known.get(&key)?))));
+            Value::Object(kept.collect())
+        }
+        (Value::Array(answer), Value::Array(known)) if !known.is_empty() => {
+            Value::Array(answer.into_iter().map(|answer| pruned(answer, &known[0])).collect())
+        }
+        (answer, _) => answer,
+    }
+}
+
+/// Refuses what speaks another protocol, as the control plane of an older or a newer one does.
+fn not_spoken(shared: &Shared, protocol: u16) -> Option<Response> {
+    let newest = match &*shared.behaviour.lock().unwrap() {
+        behaviour if behaviour.refuse_as_too_old => protocol + 3,
+        behaviour => behaviour.newest_protocol,
+    };
+    let oldest = newest.saturating_sub(2);
+    (!(oldest..=newest).contains(&protocol)).then(|| {
+        let details = json!({"newest_protocol": newest, "oldest_protocol": oldest});
+        let message = format!("Protocol {protocol} is not spoken here, {oldest} to {newest} are.");
+        let body = json!({"code": "upgrade_required", "message": message, "correlation_id": "c", "details": details});
+        (StatusCode::UPGRADE_REQUIRED, Json(body)).into_response()
+    })
+}
+
+fn said(shared: &Shared, name: &str, answer: impl serde::Serialize) -> Json<Value> {
+    let generation = shared.behaviour.lock().unwrap().generation;
+    Json(as_said_by(generation, name, serde_json::to_value(answer).unwrap()))
 }
 
 /// A self-signed CA.
@@ -328,10 +391,13 @@ async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverR
     if lost {
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
-    Json(certify(&shared, &request.csr_pem)).into_response()
+    said(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
 }
 
 async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollRequest>) -> Response {
+    if let Some(refused) = not_spoken(&shared, request.protocol) {
+        return refused;
+    }
     let mut seen = shared.seen.lock().unwrap();
     seen.csrs.push(request.csr_pem.clone());
     seen.recovery_key = Some(request.recovery_public_key);
@@ -348,18 +414,18 @@ async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollReq
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
     shared.seen.lock().unwrap().generation += 1;
-    (StatusCode::CREATED, Json(certify(&shared, &request.csr_pem))).into_response()
+    (StatusCode::CREATED, said(&shared, "enroll_answer", certify(&shared, &request.csr_pem))).into_response()
 }
 
 async fn renew(State(shared): State<Arc<Shared>>, Json(request): Json<RenewRequest>) -> Response {
     shared.seen.lock().unwrap().renewals += 1;
-    Json(certify(&shared, &request.csr_pem)).into_response()
+    said(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
 }
 
 async fn wait(State(shared): State<Arc<Shared>>) -> Response {
     for _ in 0..100 {
         if let Some(envelope) = shared.seen.lock().unwrap().tasks.pop_front() {
-            return Json(envelope).into_response();
+            return said(&shared, "task_envelope", envelope).into_response();
         }
         if shared.behaviour.lock().unwrap().node_removed {
             return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
@@ -381,20 +447,25 @@ async fn result(
     if status != StatusCode::OK {
         return refuse(status, "stale_attempt", "");
     }
-    Json(ResultAnswer { recorded: if known { Recorded::Already } else { Recorded::New } }).into_response()
+    drop(seen);
+    let answer = ResultAnswer { recorded: if known { Recorded::Already } else { Recorded::New } };
+    Json(said(&shared, "result_answers", [answer]).0[0].clone()).into_response()
 }
 
 async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
-    let known = heartbeat.verifier_set_version;
+    let (known, protocol) = (heartbeat.verifier_set_version, heartbeat.protocol);
     shared.seen.lock().unwrap().heartbeats.push(heartbeat);
+    if let Some(refused) = not_spoken(&shared, protocol) {
+        return refused;
+    }
     let sets = shared.behaviour.lock().unwrap().verifier_sets.clone();
-    Json(HeartbeatAnswer {
+    let answer = HeartbeatAnswer {
         server_time: Utc::now(),
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
-    })
-    .into_response()
+    };
+    said(&shared, "heartbeat_answer", answer).into_response()
 }
 
 /// The agent as a process, over a folder that outlives it.

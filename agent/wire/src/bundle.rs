@@ -38,22 +38,41 @@ pub struct BootstrapBundle {
     pub ca_bundle_pem: String,
     /// [`fingerprint`] of `ca_bundle_pem`.
     pub ca_bundle_fingerprint: String,
-    /// Absent where the agent is installed by other means.
-    pub package: Option<Package>,
+    #[serde(default, deserialize_with = "nothing_as_default")]
+    pub package: Package,
 }
 
-/// Where the agent's package comes from and where it goes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// Where the agent's package comes from and where it goes, as far as the installation says so: null where it does not.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Package {
     /// Reference in an OCI registry.
-    pub oci_ref: String,
+    pub oci_ref: Option<String>,
     /// Digest by which it is pulled.
-    pub digest: String,
+    pub digest: Option<String>,
     /// How the short-lived pull credential is delivered.
-    pub pull_delivery_mode: String,
-    pub install_root: String,
-    pub env_file_path: String,
-    pub systemd_unit_name: String,
+    pub pull_delivery_mode: Option<String>,
+    pub install_root: Option<String>,
+    pub env_file_path: Option<String>,
+    pub systemd_unit_name: Option<String>,
+}
+
+impl Package {
+    /// The items under their names in the environment.
+    fn items(&self) -> [(&'static str, &Option<String>); 6] {
+        [
+            (names::PACKAGE_OCI_REF, &self.oci_ref),
+            (names::PACKAGE_DIGEST, &self.digest),
+            (names::PACKAGE_PULL_DELIVERY_MODE, &self.pull_delivery_mode),
+            (names::INSTALL_ROOT, &self.install_root),
+            (names::ENV_FILE, &self.env_file_path),
+            (names::SYSTEMD_UNIT, &self.systemd_unit_name),
+        ]
+    }
+}
+
+/// Bundles of before had null for a package of which nothing is said.
+fn nothing_as_default<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Package, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
 /// `sha256:` and the hexadecimal SHA-256 of the PEM text's bytes, so that `sha256sum` of the written file shows the same.
@@ -99,16 +118,7 @@ impl BootstrapBundle {
             (names::CA_BUNDLE_FINGERPRINT, &self.ca_bundle_fingerprint),
             (names::CA_BUNDLE_PEM, &self.ca_bundle_pem),
         ];
-        if let Some(package) = &self.package {
-            pairs.extend([
-                (names::PACKAGE_OCI_REF, package.oci_ref.as_str()),
-                (names::PACKAGE_DIGEST, &package.digest),
-                (names::PACKAGE_PULL_DELIVERY_MODE, &package.pull_delivery_mode),
-                (names::INSTALL_ROOT, &package.install_root),
-                (names::ENV_FILE, &package.env_file_path),
-                (names::SYSTEMD_UNIT, &package.systemd_unit_name),
-            ]);
-        }
+        pairs.extend(self.package.items().into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?))));
         pairs.into_iter().collect()
     }
 
@@ -127,16 +137,14 @@ impl BootstrapBundle {
     pub fn from_env_file(text: &str) -> Result<Self, EnvFileError> {
         let variables = Variables::parse(text)?;
         let required = |name: &'static str| variables.require(name).map(str::to_owned);
-        let package = match variables.get(names::PACKAGE_OCI_REF) {
-            None => None,
-            Some(oci_ref) => Some(Package {
-                oci_ref: oci_ref.to_owned(),
-                digest: required(names::PACKAGE_DIGEST)?,
-                pull_delivery_mode: required(names::PACKAGE_PULL_DELIVERY_MODE)?,
-                install_root: required(names::INSTALL_ROOT)?,
-                env_file_path: required(names::ENV_FILE)?,
-                systemd_unit_name: required(names::SYSTEMD_UNIT)?,
-            }),
+        let told = |name| variables.get(name).map(str::to_owned);
+        let package = Package {
+            oci_ref: told(names::PACKAGE_OCI_REF),
+            digest: told(names::PACKAGE_DIGEST),
+            pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE),
+            install_root: told(names::INSTALL_ROOT),
+            env_file_path: told(names::ENV_FILE),
+            systemd_unit_name: told(names::SYSTEMD_UNIT),
         };
         Ok(Self {
             node_id: required(names::NODE_ID)?

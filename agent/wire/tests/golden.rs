@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
-use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Recovery, RenewRequest};
 use wire::heartbeat::{
     Alert, Classification, GpuTelemetry, Health, HealthStatus, Heartbeat, HeartbeatAnswer, PollSettings, RunningTask,
     Telemetry,
@@ -144,6 +144,28 @@ fn enroll_answer() {
         recovery: Recovery { identity_generation: 1, remaining: 5 },
         verifier_sets: vec![verifier_set()],
     });
+}
+
+#[test]
+fn nonce_answer() {
+    golden!(NonceAnswer { nonce: "AQID".into(), expires_at: at(300) });
+}
+
+#[test]
+fn recover_request() {
+    let mut request = RecoverRequest {
+        enrollment_token: Token::new("token"),
+        identity_generation: 1,
+        nonce: "AQID".into(),
+        csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into(),
+        nonce_signature: Vec::new(),
+        boot_id: id(9),
+        agent_version: "0.1.0".into(),
+        protocol: PROTOCOL,
+        verifier_set_version: 0,
+    };
+    request.sign(id(1), &key(5));
+    golden!(request);
 }
 
 #[test]
@@ -305,14 +327,14 @@ fn bundle() -> BootstrapBundle {
         key_path: "/etc/gpuaas/node.key".into(),
         ca_bundle_pem: ca.into(),
         ca_bundle_fingerprint: fingerprint(ca),
-        package: Some(Package {
-            oci_ref: "registry.example.com/gpuaas/agent:1".into(),
-            digest: "sha256:00".into(),
-            pull_delivery_mode: "env".into(),
-            install_root: "/opt/gpuaas".into(),
-            env_file_path: "/etc/gpuaas/agent.env".into(),
-            systemd_unit_name: "gpuaas-agent.service".into(),
-        }),
+        package: Package {
+            oci_ref: Some("registry.example.com/gpuaas/agent:1".into()),
+            digest: Some("sha256:00".into()),
+            pull_delivery_mode: Some("env".into()),
+            install_root: Some("/opt/gpuaas".into()),
+            env_file_path: Some("/etc/gpuaas/agent.env".into()),
+            systemd_unit_name: Some("gpuaas-agent.service".into()),
+        },
     }
 }
 
@@ -323,12 +345,12 @@ fn bootstrap_bundle() {
 
 #[test]
 fn bootstrap_bundle_without_a_package() {
-    golden!(BootstrapBundle { package: None, ..bundle() });
+    golden!(BootstrapBundle { package: Package::default(), ..bundle() });
 }
 
 #[test]
 fn bundle_env_file() {
-    for bundle in [bundle(), BootstrapBundle { package: None, ..bundle() }] {
+    for bundle in [bundle(), BootstrapBundle { package: Package::default(), ..bundle() }] {
         let again = BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
         assert_eq!(serde_json::to_value(&again).unwrap(), serde_json::to_value(&bundle).unwrap());
     }

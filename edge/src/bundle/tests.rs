@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 use uuid::Uuid;
+use wire::bundle::Package;
 
 /// Values that a shell, a file format or a terminal could take for more than text.
 const HOSTILE: [&str; 8] = [
@@ -19,6 +20,16 @@ const HOSTILE: [&str; 8] = [
     "--\u{2028}touch HIT\u{2028}",
     "%s%n ${HIT:=1} ~ *",
 ];
+
+/// `env_file` and `unit` where the package puts them.
+fn installed(bundle: BootstrapBundle, env_file: &str, unit: &str) -> BootstrapBundle {
+    let package = Package {
+        env_file_path: Some(env_file.to_owned()),
+        systemd_unit_name: Some(unit.to_owned()),
+        ..Package::default()
+    };
+    BootstrapBundle { package, ..bundle }
+}
 
 fn bundle(folder: &Path, api_url: &str, ca_pem: &str) -> BootstrapBundle {
     let at = |name: &str| folder.join("state").join(name).to_str().unwrap().to_owned();
@@ -33,7 +44,7 @@ fn bundle(folder: &Path, api_url: &str, ca_pem: &str) -> BootstrapBundle {
         key_path: at("node.key"),
         ca_bundle_pem: ca_pem.to_owned(),
         ca_bundle_fingerprint: fingerprint(ca_pem),
-        package: None,
+        package: Package::default(),
     }
 }
 
@@ -69,9 +80,10 @@ fn files(folder: &Path) -> BTreeMap<String, (u32, String)> {
 #[test]
 fn the_script_sets_a_machine_up_and_can_be_run_twice() {
     let folder = tempfile::tempdir().unwrap();
-    let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
     let env_file = folder.path().join("etc/agent.env");
-    let script = script(&bundle, env_file.to_str().unwrap(), "agent.service").unwrap();
+    let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    let bundle = installed(bundle, env_file.to_str().unwrap(), "agent.service");
+    let script = bootstrap_script(&bundle).unwrap();
     fs::create_dir(folder.path().join("state")).unwrap();
     fs::write(&bundle.cert_path, "old").unwrap();
     let mut seen = Vec::new();
@@ -91,10 +103,11 @@ fn the_script_sets_a_machine_up_and_can_be_run_twice() {
 #[test]
 fn a_ca_bundle_that_is_not_the_issued_one_stops_the_script_before_it_writes() {
     let folder = tempfile::tempdir().unwrap();
-    let mut bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
-    bundle.ca_bundle_pem = "another".to_owned();
     let env_file = folder.path().join("etc/agent.env");
-    let ran = run(folder.path(), &script(&bundle, env_file.to_str().unwrap(), "u").unwrap());
+    let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    let mut bundle = installed(bundle, env_file.to_str().unwrap(), "u");
+    bundle.ca_bundle_pem = "another".to_owned();
+    let ran = run(folder.path(), &bootstrap_script(&bundle).unwrap());
     assert!(!ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains("fingerprint"));
     assert!(!env_file.exists() && !Path::new(&bundle.ca_bundle_path).exists());
 }
@@ -105,9 +118,9 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
         let folder = tempfile::tempdir().unwrap();
         // A folder of that name, as far as a name can be it.
         let place = folder.path().join(hostile.replace('/', "_"));
-        let bundle = bundle(&place, hostile, hostile);
         let env_file = place.join("etc/agent.env").to_str().unwrap().to_owned();
-        let ran = run(folder.path(), &script(&bundle, &env_file, hostile).unwrap());
+        let bundle = installed(bundle(&place, hostile, hostile), &env_file, hostile);
+        let ran = run(folder.path(), &bootstrap_script(&bundle).unwrap());
         assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
         assert_eq!(fs::read_to_string(&env_file).unwrap(), bundle.to_env_file().unwrap());
         let read = BootstrapBundle::from_env_file(&fs::read_to_string(&env_file).unwrap()).unwrap();
@@ -115,7 +128,7 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
 
         fs::write(&bundle.key_path, "old").unwrap();
         let renewed = BootstrapBundle { enrollment_token: Token::new("gpuenr_y"), ..bundle.clone() };
-        let ran = run(folder.path(), &command(&renewed, &env_file, hostile).unwrap());
+        let ran = run(folder.path(), &restart_command(&renewed).unwrap());
         assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
         let read = BootstrapBundle::from_env_file(&fs::read_to_string(&env_file).unwrap()).unwrap();
         assert_eq!(read.enrollment_token.expose(), "gpuenr_y");
@@ -124,6 +137,23 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
         let hit = files(folder.path()).into_keys().find(|name| name.ends_with("/HIT"));
         assert_eq!(hit, None, "{hostile:?}");
     }
+}
+
+#[test]
+fn a_package_that_is_configured_is_in_the_bundle_and_says_where_the_script_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    let package = serde_json::to_value(&plain).unwrap()["package"].clone();
+    assert_eq!(package.as_object().unwrap().len(), 6);
+    assert!(package.as_object().unwrap().values().all(serde_json::Value::is_null), "{package}");
+    let (script, command) = (bootstrap_script(&plain).unwrap(), restart_command(&plain).unwrap());
+    assert!(script.contains("env_file='/etc/gpuaas/agent.env'") && command.contains("/etc/gpuaas/agent.env"));
+    let configured = installed(plain, "/srv/agent.env", "rented.service");
+    assert_eq!(serde_json::to_value(&configured).unwrap()["package"]["env_file_path"], "/srv/agent.env");
+    assert!(configured.to_env_file().unwrap().contains("SVC_NODE_AGENT_SYSTEMD_UNIT='rented.service'"));
+    let (script, command) = (bootstrap_script(&configured).unwrap(), restart_command(&configured).unwrap());
+    assert!(script.contains("env_file='/srv/agent.env'") && script.contains("unit='rented.service'"));
+    assert!(command.contains("/srv/agent.env") && command.contains("rented.service"));
 }
 
 #[test]

@@ -3,6 +3,8 @@
 
 pub(crate) mod agent;
 mod enrolling;
+mod forwarding;
+mod generations;
 mod identity;
 mod recovering;
 mod reporting;

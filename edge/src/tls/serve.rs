@@ -34,7 +34,10 @@ use super::{
     Peer,
     connections::{Connections, Watched},
 };
-use crate::identity::{NodeCertificate, TrustDomain};
+use crate::identity::{
+    NodeCertificate, TrustDomain,
+    proxies::{Proxies, peer_of},
+};
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]
@@ -83,6 +86,8 @@ pub struct TlsServer {
     pub connections: Connections,
     /// Tells which connections are nodes'; `None` on a listener that nodes do not use.
     pub trust_domain: Option<TrustDomain>,
+    /// Proxies whose word is taken for who a client is; `None` where every client's own certificate counts.
+    pub proxies: Option<Arc<Proxies>>,
 }
 
 impl TlsServer {
@@ -144,7 +149,7 @@ impl TlsServer {
         let node = self
             .trust_domain
             .as_ref()
-            .zip(peer.leaf())
+            .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
         let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
         self.speak(stream, peer, speaks_h2, stop).await;
@@ -159,11 +164,12 @@ impl TlsServer {
     ) {
         let address = peer.address;
         let asked = Arc::new(AtomicBool::new(false));
-        let (router, seen) = (self.router.clone(), Arc::clone(&asked));
+        let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
         let service = service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             let mut request = request.map(axum::body::Body::new);
-            request.extensions_mut().insert(ConnectInfo(peer.clone()));
+            let peer = peer_of(proxies.as_deref(), &peer, request.headers_mut());
+            request.extensions_mut().insert(ConnectInfo(peer));
             router.clone().oneshot(request)
         });
         let io = TokioIo::new(stream);

@@ -131,6 +131,14 @@ impl HandAgent {
         with_certificate(&self.bundle, &self.certificate_pem, &self.chain_pem, &self.key_pem, false)
     }
 
+    /// A client with this node's certificate over HTTP/1.1, or with another certificate and its key (PEM).
+    #[must_use]
+    pub fn client_over_http1(&self, other: Option<(&str, &str)>) -> reqwest::Client {
+        let (certificate, key) = other.unwrap_or((&self.certificate_pem, &self.key_pem));
+        let roots = tls().with_root_certificates(roots(&self.bundle));
+        over(roots.with_client_auth_cert(chain_of(certificate), key_of(key)).unwrap(), &[b"http/1.1"])
+    }
+
     /// A request of this node's own API.
     pub fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
         self.request_with(&self.http, self.node_id, method, path)
@@ -319,10 +327,29 @@ fn with_certificate(
     key: &str,
     pooled: bool,
 ) -> reqwest::Client {
-    let pem = format!("{certificate}\n{chain}");
-    let chain = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<Vec<_>, _>>().unwrap();
-    let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
-    client(tls().with_root_certificates(roots(bundle)).with_client_auth_cert(chain, key).unwrap(), pooled)
+    let chain = chain_of(&format!("{certificate}\n{chain}"));
+    client(tls().with_root_certificates(roots(bundle)).with_client_auth_cert(chain, key_of(key)).unwrap(), pooled)
+}
+
+fn chain_of(pem: &str) -> Vec<CertificateDer<'static>> {
+    CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<_, _>>().unwrap()
+}
+
+fn key_of(pem: &str) -> PrivateKeyDer<'static> {
+    PrivateKeyDer::from_pem_slice(pem.as_bytes()).unwrap()
+}
+
+/// A client without a certificate over HTTP/1.1.
+#[must_use]
+pub fn anonymous_over_http1(bundle: &BootstrapBundle) -> reqwest::Client {
+    over(tls().with_root_certificates(roots(bundle)).with_no_client_auth(), &[b"http/1.1"])
+}
+
+/// With a connection for every request, speaking one of these.
+fn over(mut tls: ClientConfig, protocols: &[&[u8]]) -> reqwest::Client {
+    tls.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+    let builder = reqwest::Client::builder().tls_backend_preconfigured(tls).no_proxy().timeout(Duration::from_secs(20));
+    builder.pool_max_idle_per_host(0).build().unwrap()
 }
 
 fn client(mut tls: ClientConfig, pooled: bool) -> reqwest::Client {

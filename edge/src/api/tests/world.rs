@@ -237,6 +237,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
+            package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());

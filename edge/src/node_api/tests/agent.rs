@@ -112,6 +112,10 @@ impl Agent {
         Self::new(world, self.node_id, self.boot_id, self.recovery.clone(), certificate_pem, key)
     }
 
+    pub(super) fn certificate_pem(&self) -> &str {
+        &self.identity.0
+    }
+
     /// The same certificate, and nothing of the connections and sessions that there were.
     pub(super) fn reconnected(&self, world: &World) -> Self {
         Self::identified(world, self.node_id, self.boot_id, self.recovery.clone(), self.identity.clone())

@@ -278,7 +278,9 @@ async fn a_bundle_holds_all_that_an_agent_needs_to_trust_and_to_be_trusted() {
     }
     assert_eq!(served["SVC_NODE_ID"], node_id.to_string());
     assert_eq!(served["SVC_API_URL"], format!("https://localhost:{}", world.address.port()));
-    assert!(served["package"].is_null());
+    let package = served["package"].as_object().unwrap();
+    let items = ["oci_ref", "digest", "pull_delivery_mode", "install_root", "env_file_path", "systemd_unit_name"];
+    assert!(package.len() == items.len() && items.iter().all(|item| package[*item].is_null()), "{package:?}");
     // And it is an environment file that leads to a certificate.
     let read = wire::bundle::BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
     assert_eq!(read.ca_bundle_fingerprint, wire::bundle::fingerprint(&read.ca_bundle_pem));

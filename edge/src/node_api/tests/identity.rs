@@ -60,7 +60,7 @@ fn http1(tls: &Arc<ClientConfig>) -> Arc<ClientConfig> {
 }
 
 /// A certificate of the node that ends soon, known to its machine.
-async fn short_lived(world: &World, agent: &Agent, life: TimeDelta) -> Agent {
+pub(super) async fn short_lived(world: &World, agent: &Agent, life: TimeDelta) -> Agent {
     let (applicant, now) = (Applicant::new(), Utc::now());
     let issued = world.services.trust.node_ca.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
     let renew = Command::Renew {
@@ -176,7 +176,7 @@ async fn a_certificate_of_an_earlier_identity_is_refused() {
     agent.wait(&world, 1).await.not_let_in("certificate_unknown");
 }
 
-async fn remove(world: &World, agent: &Agent) {
+pub(super) async fn remove(world: &World, agent: &Agent) {
     world.admin(agent.node_id, Command::Retire { reason: "test".into(), drain: false }).await;
     world.admin(agent.node_id, Command::Remove { reason: "test".into() }).await;
 }

@@ -5,6 +5,8 @@ use super::store::Memory;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
+use crate::identity::forwarded::Forwarding;
+use crate::identity::proxies::Proxies;
 use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
@@ -31,6 +33,7 @@ use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
 use domain::{AllocationId, Effect, EntityRef, MemberId, NodeId, Principal, Shard, SkuId, Timestamp, TokenId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use ipnet::IpNet;
 use persistence::committer::CommitterMetrics;
 use persistence::pool::PoolConfig;
 use persistence::{Cluster, Committer, CommitterConfig, Reads};
@@ -106,11 +109,21 @@ impl Answer {
 
 impl World {
     pub(super) async fn new() -> Self {
+        Self::in_memory(None).await
+    }
+
+    /// Behind proxies that are at `networks`. All who connect are at 127.0.0.1.
+    pub(super) async fn behind(forwarding: Forwarding, networks: &[&str]) -> Self {
+        let networks = networks.iter().map(|network| network.parse().unwrap()).collect();
+        Self::in_memory(Some((forwarding, networks))).await
+    }
+
+    async fn in_memory(proxies: Option<(Forwarding, Vec<IpNet>)>) -> Self {
         let unreachable = PoolConfig::new("postgres://nobody@127.0.0.1:1/none".into(), None);
         let reads = Reads::new(persistence::pool::open(&unreachable).unwrap());
         let terms = Shard::all().map(|shard| Term { shard, epoch: Epoch(1) }).collect();
         let memory = Arc::new(Memory::default());
-        let mut world = Self::over(Arc::clone(&memory) as Arc<dyn Store>, reads, terms, None).await;
+        let mut world = Self::over(Arc::clone(&memory) as Arc<dyn Store>, reads, terms, None, proxies).await;
         world.memory = memory;
         world
     }
@@ -130,10 +143,16 @@ impl World {
         let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
         let reads = Reads::new(pool);
         let store = Arc::new(Durable { committer, reads: reads.clone() });
-        Self::over(store, reads, terms, Some(postgres)).await
+        Self::over(store, reads, terms, Some(postgres), None).await
     }
 
-    async fn over(store: Arc<dyn Store>, reads: Reads, terms: Vec<Term>, postgres: Option<Postgres>) -> Self {
+    async fn over(
+        store: Arc<dyn Store>,
+        reads: Reads,
+        terms: Vec<Term>,
+        postgres: Option<Postgres>,
+        proxies: Option<(Forwarding, Vec<IpNet>)>,
+    ) -> Self {
         install_crypto();
         logs();
         let (polls, connections, closes) = (Polls::default(), Connections::default(), Arc::new(AtomicBool::new(true)));
@@ -159,6 +178,9 @@ impl World {
             tickets: Some(Arc::new(SharedTickets::new(SecretSlice::from(vec![9; 32])).unwrap())),
         })
         .unwrap();
+        let proxies = proxies.map(|(forwarding, networks)| {
+            Arc::new(Proxies::new(forwarding, networks, node_ca.certificate_pem()).unwrap())
+        });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let directory = Directory::new(host, Arc::new(Alone));
@@ -195,6 +217,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
+            package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
         let stop = CancellationToken::new();
@@ -204,6 +227,7 @@ impl World {
             limits: ListenerLimits { drain: Duration::from_millis(100), ..ListenerLimits::default() },
             connections,
             trust_domain: Some(domain),
+            proxies,
         };
         tokio::spawn(server.serve(listener, stop.clone()));
         Self {
@@ -381,7 +405,21 @@ impl World {
         path: &str,
         body: Option<Vec<u8>>,
     ) -> Answer {
+        self.send_with(client, method, path, &[], body).await
+    }
+
+    pub(super) async fn send_with(
+        &self,
+        client: &reqwest::Client,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Option<Vec<u8>>,
+    ) -> Answer {
         let mut request = client.request(method, format!("https://localhost:{}{path}", self.address.port()));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
         if let Some(body) = body {
             request = request.header("content-type", "application/json").body(body);
         }
@@ -477,7 +515,10 @@ impl Effects for AtOnce {
         match effect {
             Effect::WakeNode(node) => self.polls.wake(node),
             Effect::CloseNode(node) if self.closes.load(Ordering::SeqCst) => {
-                self.connections.close_node(node.0);
+                // Behind a proxy it has no connection of its own.
+                if self.connections.close_node(node.0) == 0 {
+                    self.polls.wake(node);
+                }
             }
             Effect::CloseNode(_) | Effect::WakeTerminal(_) | Effect::ReadPolicy => {}
         }

@@ -109,6 +109,7 @@ impl World {
             limits,
             connections: connections.clone(),
             trust_domain: Some(domain()),
+            proxies: None,
         };
         let serving = tokio::spawn(server.serve(listener, stop.clone()));
         let ca = NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap();
@@ -403,6 +404,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
         limits: ListenerLimits::default(),
         connections: Connections::default(),
         trust_domain: None,
+        proxies: None,
     };
     tokio::spawn(server.serve(listener, CancellationToken::new()));
     for http1 in [true, false] {

@@ -1,0 +1,367 @@
+//! How a proxy in front of the node API writes down the client certificate that the node has proved to it.
+//!
+//! The proxy's word counts for one thing alone: that the client holds the certificate's key. Whose certificate it is and whether it
+//! holds is judged here and by the node's machine, as for a direct connection.
+
+use std::fmt;
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use rustls::pki_types::{CertificateDer, pem::PemObject as _};
+use thiserror::Error;
+
+/// The longest header that is read, in bytes: ten times what a node's certificate takes.
+const MAX_LEN: usize = 16 * 1024;
+
+/// The one way in which this installation's proxies forward a certificate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Forwarding {
+    /// `Client-Cert` with the certificate's DER as a byte sequence of structured fields (RFC 9440, section 2.2).
+    Rfc9440,
+    /// `X-Forwarded-Client-Cert` as Envoy writes it, its element with the key `Cert`: percent-encoded PEM.
+    Xfcc,
+    /// `ssl-client-cert` with nginx's `$ssl_client_escaped_cert`: percent-encoded PEM.
+    Nginx,
+}
+
+impl Forwarding {
+    pub const ALL: [Self; 3] = [Self::Rfc9440, Self::Xfcc, Self::Nginx];
+
+    /// As the configuration names it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Rfc9440 => "rfc9440",
+            Self::Xfcc => "xfcc",
+            Self::Nginx => "nginx",
+        }
+    }
+
+    #[must_use]
+    pub const fn header(self) -> HeaderName {
+        match self {
+            Self::Rfc9440 => HeaderName::from_static("client-cert"),
+            Self::Xfcc => HeaderName::from_static("x-forwarded-client-cert"),
+            Self::Nginx => HeaderName::from_static("ssl-client-cert"),
+        }
+    }
+
+    /// The certificate that the headers tell of, not verified; `None` where the client showed the proxy none.
+    ///
+    /// # Errors
+    /// Where they do not tell of exactly one certificate in this way.
+    pub(super) fn read(self, headers: &HeaderMap) -> Result<Option<CertificateDer<'static>>, NotForwarded> {
+        let name = self.header();
+        let mut values = headers.get_all(&name).iter();
+        let Some(value) = values.next() else { return Ok(None) };
+        if values.next().is_some() {
+            return Err(NotForwarded::Twice);
+        }
+        if is_hop_by_hop(headers, &name) {
+            return Err(NotForwarded::HopByHop);
+        }
+        let text = text_of(value)?;
+        if text.is_empty() {
+            return Ok(None);
+        }
+        match self {
+            Self::Rfc9440 => from_byte_sequence(text),
+            Self::Xfcc => from_pem(&percent_decoded(&only_certificate(text)?)?),
+            Self::Nginx => from_pem(&percent_decoded(text)?),
+        }
+        .map(Some)
+    }
+}
+
+impl fmt::Display for Forwarding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Takes every header out of a request that tells of a client certificate in any of the ways, also under the names that CGI-like
+/// programs mistake for them (`Client_Cert`).
+pub(super) fn strip(headers: &mut HeaderMap) {
+    let is_one_of_them = |name: &HeaderName| {
+        let dashed = name.as_str().replace('_', "-");
+        Forwarding::ALL.iter().any(|way| way.header().as_str() == dashed) || dashed == "client-cert-chain"
+    };
+    let found: Vec<_> = headers.keys().filter(|name| is_one_of_them(name)).cloned().collect();
+    for name in found {
+        headers.remove(name);
+    }
+}
+
+/// Why a trusted proxy's header is no client's certificate.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum NotForwarded {
+    #[error("the proxy's header came more than once: the proxy lets the client's own copies pass")]
+    Twice,
+    #[error("the request's Connection header names the proxy's header: it is not the proxy's to drop")]
+    HopByHop,
+    #[error("the proxy's header is longer than {MAX_LEN} bytes")]
+    TooLong,
+    #[error("the proxy's header is not printable ASCII")]
+    NotText,
+    #[error("the proxy's header is not one byte sequence between colons (RFC 9440)")]
+    NotAByteSequence,
+    #[error(
+        "the proxy's header has not exactly one element: only the proxy in front of the control plane may write it"
+    )]
+    NotOneElement,
+    #[error("the proxy's header has not exactly one `Cert`: the proxy is to forward the certificate itself")]
+    NoCertificate,
+    #[error("the proxy's header is not percent-encoded")]
+    NotEncoded,
+    #[error("the proxy's header holds something else than one certificate in PEM")]
+    NotOneCertificate,
+    #[error("the forwarded certificate has expired")]
+    Expired,
+    #[error("the forwarded certificate does not verify: {0}")]
+    Unverified(String),
+}
+
+/// Whether the request asks whoever passes it on to drop the header (RFC 9110, section 7.6.1).
+fn is_hop_by_hop(headers: &HeaderMap, name: &HeaderName) -> bool {
+    let options = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
+    options.flat_map(|value| value.split(',')).any(|option| option.trim().eq_ignore_ascii_case(name.as_str()))
+}
+
+fn text_of(value: &HeaderValue) -> Result<&str, NotForwarded> {
+    if value.len() > MAX_LEN {
+        return Err(NotForwarded::TooLong);
+    }
+    // Printable ASCII and tabs; a tab stands in none of the ways.
+    value.to_str().map(|text| text.trim_matches(' ')).map_err(|_| NotForwarded::NotText)
+}
+
+/// A byte sequence without parameters (RFC 8941, section 3.3.5), with its padding.
+fn from_byte_sequence(text: &str) -> Result<CertificateDer<'static>, NotForwarded> {
+    let base64 =
+        text.strip_prefix(':').and_then(|text| text.strip_suffix(':')).ok_or(NotForwarded::NotAByteSequence)?;
+    let der = BASE64.decode(base64).map_err(|_| NotForwarded::NotAByteSequence)?;
+    if der.is_empty() { Err(NotForwarded::NotAByteSequence) } else { Ok(der.into()) }
+}
+
+/// The value of `Cert` in a header of exactly one element.
+fn only_certificate(text: &str) -> Result<String, NotForwarded> {
+    let elements = split(text, ',')?;
+    let [element] = elements.as_slice() else { return Err(NotForwarded::NotOneElement) };
+    let mut certificates = Vec::new();
+    for pair in split(element, ';')? {
+        let (key, value) = pair.split_once('=').ok_or(NotForwarded::NotOneElement)?;
+        if key.trim().eq_ignore_ascii_case("cert") {
+            certificates.push(unquoted(value.trim())?);
+        }
+    }
+    match certificates.as_slice() {
+        [certificate] => Ok(certificate.clone()),
+        _ => Err(NotForwarded::NoCertificate),
+    }
+}
+
+/// The parts between separators that stand outside of quotes.
+fn split(text: &str, separator: char) -> Result<Vec<&str>, NotForwarded> {
+    let (mut parts, mut begin, mut quoted, mut escaped) = (Vec::new(), 0, false, false);
+    for (at, character) in text.char_indices() {
+        match character {
+            _ if escaped => escaped = false,
+            '\\' if quoted => escaped = true,
+            '"' => quoted = !quoted,
+            _ if character == separator && !quoted => {
+                parts.push(&text[begin..at]);
+                begin = at + 1;
+            }
+            _ => {}
+        }
+    }
+    if quoted {
+        return Err(NotForwarded::NotOneElement);
+    }
+    parts.push(&text[begin..]);
+    Ok(parts)
+}
+
+/// Percent-encoded PEM holds neither quotes nor backslashes: one that does is something else.
+fn unquoted(value: &str) -> Result<String, NotForwarded> {
+    let inner = match value.strip_prefix('"') {
+        Some(rest) => rest.strip_suffix('"').ok_or(NotForwarded::NotOneElement)?,
+        None => value,
+    };
+    if inner.contains(['"', '\\']) { Err(NotForwarded::NotOneElement) } else { Ok(inner.to_owned()) }
+}
+
+fn percent_decoded(text: &str) -> Result<String, NotForwarded> {
+    let (mut bytes, mut decoded) = (text.bytes(), Vec::with_capacity(text.len()));
+    while let Some(byte) = bytes.next() {
+        decoded.push(match byte {
+            b'%' => {
+                let mut digit = || bytes.next().and_then(|byte| char::from(byte).to_digit(16));
+                let (high, low) = (digit().ok_or(NotForwarded::NotEncoded)?, digit().ok_or(NotForwarded::NotEncoded)?);
+                u8::try_from(high * 16 + low).map_err(|_| NotForwarded::NotEncoded)?
+            }
+            b' ' => return Err(NotForwarded::NotEncoded),
+            _ => byte,
+        });
+    }
+    String::from_utf8(decoded).map_err(|_| NotForwarded::NotEncoded)
+}
+
+/// Exactly one block, with nothing before and nothing but a line's end after it.
+fn from_pem(pem: &str) -> Result<CertificateDer<'static>, NotForwarded> {
+    const BEGIN: &str = "-----BEGIN CERTIFICATE-----\n";
+    const END: &str = "-----END CERTIFICATE-----";
+    let block = pem.strip_suffix('\n').unwrap_or(pem);
+    let inner = block.strip_prefix(BEGIN).and_then(|rest| rest.strip_suffix(END));
+    let is_body = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'=' | b'\n');
+    if !inner.is_some_and(|inner| inner.bytes().all(is_body)) {
+        return Err(NotForwarded::NotOneCertificate);
+    }
+    CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|_| NotForwarded::NotOneCertificate)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PEM: &str = "-----BEGIN CERTIFICATE-----\nAQID/+8=\n-----END CERTIFICATE-----\n";
+    const DER: [u8; 5] = [1, 2, 3, 0xff, 0xef];
+
+    fn escaped(text: &str) -> String {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~');
+        text.bytes()
+            .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+            .collect()
+    }
+
+    fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
+        pairs.iter().map(|(name, value)| (name.parse::<HeaderName>().unwrap(), value.parse().unwrap())).collect()
+    }
+
+    fn read(way: Forwarding, value: &str) -> Result<Option<Vec<u8>>, NotForwarded> {
+        let read = way.read(&headers(&[(way.header().as_str(), value)]))?;
+        Ok(read.map(|der| der.to_vec()))
+    }
+
+    /// The header's value as a well-configured proxy writes it.
+    fn written(way: Forwarding) -> String {
+        match way {
+            Forwarding::Rfc9440 => format!(":{}:", BASE64.encode(DER)),
+            Forwarding::Xfcc => {
+                format!(r#"Hash=00ff;Cert="{}";Subject="CN=a, \"b\"; c=d";URI=spiffe://x/node/1"#, escaped(PEM))
+            }
+            Forwarding::Nginx => escaped(PEM),
+        }
+    }
+
+    #[test]
+    fn each_way_is_read_as_its_proxy_writes_it() {
+        for way in Forwarding::ALL {
+            assert_eq!(read(way, &written(way)).unwrap().as_deref(), Some(&DER[..]), "{way}");
+            assert_eq!(way.read(&HeaderMap::new()).unwrap(), None);
+            assert_eq!(read(way, "").unwrap(), None);
+        }
+        assert_eq!(read(Forwarding::Xfcc, &format!("cert={}", escaped(PEM))).unwrap().as_deref(), Some(&DER[..]));
+    }
+
+    #[test]
+    fn a_header_that_comes_twice_is_refused_whichever_copy_would_win() {
+        for way in Forwarding::ALL {
+            let (name, value) = (way.header(), written(way));
+            for other in [value.as_str(), "", "x"] {
+                let twice = headers(&[(name.as_str(), value.as_str()), (name.as_str(), other)]);
+                assert_eq!(way.read(&twice), Err(NotForwarded::Twice));
+            }
+            // As a proxy joins them.
+            assert!(read(way, &format!("{value}, {value}")).is_err(), "{way}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_the_connection_header_drops_is_refused() {
+        for way in Forwarding::ALL {
+            let (name, value) = (way.header(), written(way));
+            let upper = format!("close , {}", name.as_str().to_uppercase());
+            for option in [name.as_str(), upper.as_str()] {
+                let nominated = headers(&[("connection", option), (name.as_str(), value.as_str())]);
+                assert_eq!(way.read(&nominated), Err(NotForwarded::HopByHop));
+            }
+            let other = headers(&[("connection", "close"), (name.as_str(), value.as_str())]);
+            assert!(way.read(&other).unwrap().is_some());
+        }
+    }
+
+    #[test]
+    fn names_with_underscores_are_no_header_of_ours_and_are_stripped_with_it() {
+        for way in Forwarding::ALL {
+            let (name, value) = (way.header(), written(way));
+            let alias = name.as_str().replace('-', "_");
+            let mut sent = headers(&[(&alias, &value), ("x-client", "kept")]);
+            assert_eq!(way.read(&sent), Ok(None));
+            sent.insert(name, value.parse().unwrap());
+            strip(&mut sent);
+            assert_eq!(sent.len(), 1);
+            assert!(sent.contains_key("x-client"));
+        }
+    }
+
+    #[test]
+    fn two_elements_and_none_with_a_certificate_are_refused() {
+        let one = written(Forwarding::Xfcc);
+        let read = |value: &str| read(Forwarding::Xfcc, value).unwrap_err();
+        assert_eq!(read(&format!("{one},{one}")), NotForwarded::NotOneElement);
+        assert_eq!(read(&format!("By=spiffe://evil,{one}")), NotForwarded::NotOneElement);
+        assert_eq!(read(&format!("{one};{one}")), NotForwarded::NoCertificate);
+        assert_eq!(read("Hash=00ff;URI=spiffe://x/node/1"), NotForwarded::NoCertificate);
+        assert_eq!(read(&format!("Subject=\"a\\\",Cert={}", escaped(PEM))), NotForwarded::NotOneElement);
+        assert_eq!(read("Cert"), NotForwarded::NotOneElement);
+    }
+
+    #[test]
+    fn an_encoded_newline_brings_nothing_in_behind_the_certificate() {
+        for way in [Forwarding::Xfcc, Forwarding::Nginx] {
+            let wrap = |pem: &str| if way == Forwarding::Xfcc { format!("Cert=\"{pem}\"") } else { pem.to_owned() };
+            for hostile in [
+                format!("{}%0D%0AClient-Cert%3A%20x", escaped(PEM)),
+                format!("{}{}", escaped(PEM), escaped(PEM)),
+                format!("{}%0A", escaped(PEM)),
+                format!("%0A{}", escaped(PEM)),
+                escaped(&PEM.replace('\n', "\r\n")),
+                escaped(&PEM.replace("AQID", "AQ ID")),
+                escaped(&PEM.replace("CERTIFICATE", "PRIVATE KEY")),
+            ] {
+                assert_eq!(read(way, &wrap(&hostile)), Err(NotForwarded::NotOneCertificate), "{way}: {hostile}");
+            }
+        }
+        assert_eq!(read(Forwarding::Rfc9440, ":AQID%0A/+8=:"), Err(NotForwarded::NotAByteSequence));
+    }
+
+    #[test]
+    fn what_is_not_base64_not_encoded_not_text_or_too_long_is_refused() {
+        for bad in ["AQID/+8=", ":AQID/+8", ":AQID/+8:", ":!:", "::", ":AQID/+8=:;x=1", ":-_8=:", ": AQID/+8=:"] {
+            assert_eq!(read(Forwarding::Rfc9440, bad), Err(NotForwarded::NotAByteSequence), "{bad}");
+        }
+        for bad in ["%", "%4", "%zz", "%FF%FE", &PEM.replace('\n', " ")] {
+            assert_eq!(read(Forwarding::Nginx, bad), Err(NotForwarded::NotEncoded), "{bad}");
+        }
+        for way in Forwarding::ALL {
+            assert_eq!(read(way, &"A".repeat(MAX_LEN + 1)), Err(NotForwarded::TooLong));
+            let mut binary = HeaderMap::new();
+            binary.insert(way.header(), HeaderValue::from_bytes(b":\xff:").unwrap());
+            assert_eq!(way.read(&binary), Err(NotForwarded::NotText));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_header_makes_the_reader_panic(value in "[ -~]{0,200}") {
+            for way in Forwarding::ALL {
+                let _ = read(way, &value);
+                let _ = read(way, &format!("Cert=\"{value}\""));
+            }
+        }
+    }
+}

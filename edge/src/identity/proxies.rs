@@ -1,0 +1,99 @@
+//! The proxies in front of the node API: whose word is taken, and for what.
+
+use std::{net::IpAddr, net::SocketAddr, sync::Arc};
+
+use arc_swap::ArcSwap;
+use axum::http::HeaderMap;
+use ipnet::IpNet;
+use rustls::{
+    CertificateError,
+    pki_types::{CertificateDer, UnixTime},
+    server::danger::ClientCertVerifier,
+};
+
+use super::forwarded::{Forwarding, NotForwarded, strip};
+use crate::tls::{Peer, TlsConfigError, client_verifier};
+
+/// Proxies by their networks, and how they forward a client's certificate.
+///
+/// A connection from one of the networks is a proxy's: the certificate is what its header says, and nothing else. A connection from
+/// anywhere else is a node's own, and what its headers say of certificates is dropped.
+#[derive(Debug)]
+pub struct Proxies {
+    forwarding: Forwarding,
+    networks: Vec<IpNet>,
+    /// The authorities of node certificates: a proxy may trust others.
+    verifier: ArcSwap<Arc<dyn ClientCertVerifier>>,
+}
+
+impl Proxies {
+    /// # Errors
+    /// Where the authorities cannot be read.
+    pub fn new(
+        forwarding: Forwarding,
+        networks: Vec<IpNet>,
+        client_authorities_pem: &str,
+    ) -> Result<Self, TlsConfigError> {
+        let verifier = ArcSwap::from_pointee(client_verifier(client_authorities_pem)?);
+        Ok(Self { forwarding, networks, verifier })
+    }
+
+    /// Verifies against these authorities from now on.
+    ///
+    /// # Errors
+    /// Where they cannot be read: then those of before hold.
+    pub fn trust(&self, client_authorities_pem: &str) -> Result<(), TlsConfigError> {
+        self.verifier.store(Arc::new(client_verifier(client_authorities_pem)?));
+        Ok(())
+    }
+
+    /// Who makes the request with these headers over the connection of `peer`.
+    fn told_by(&self, peer: &Peer, headers: &HeaderMap) -> Peer {
+        let certificate = self.forwarding.read(headers).and_then(|told| match told {
+            Some(certificate) => self.verify(&certificate).map(|()| Some(certificate)),
+            None => Ok(None),
+        });
+        // The proxy's connections carry many clients: a port of one of theirs would say nothing.
+        let address = self.client_of(headers).map_or(peer.address, |address| SocketAddr::new(address, 0));
+        peer.behind_a_proxy(address, certificate)
+    }
+
+    fn trusts(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.networks.iter().any(|network| network.contains(&address))
+    }
+
+    fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), NotForwarded> {
+        let verified = self.verifier.load().verify_client_cert(certificate, &[], UnixTime::now());
+        match verified {
+            Ok(_) => Ok(()),
+            Err(rustls::Error::InvalidCertificate(
+                CertificateError::Expired | CertificateError::ExpiredContext { .. },
+            )) => Err(NotForwarded::Expired),
+            Err(error) => Err(NotForwarded::Unverified(error.to_string())),
+        }
+    }
+
+    /// The last address of `X-Forwarded-For` that is no proxy's: what stands before it is the client's own writing.
+    fn client_of(&self, headers: &HeaderMap) -> Option<IpAddr> {
+        let lines: Vec<_> = headers.get_all("x-forwarded-for").iter().filter_map(|line| line.to_str().ok()).collect();
+        for entry in lines.iter().rev().flat_map(|line| line.rsplit(',')) {
+            let address = entry.trim().parse::<IpAddr>().ok()?.to_canonical();
+            if !self.trusts(address) {
+                return Some(address);
+            }
+        }
+        None
+    }
+}
+
+/// Who makes a request: of a trusted proxy's connection whom the proxy says, else whoever holds the connection. Nothing of the headers that
+/// tell of certificates goes further.
+pub(crate) fn peer_of(proxies: Option<&Proxies>, peer: &Peer, headers: &mut HeaderMap) -> Peer {
+    let told = match proxies {
+        Some(proxies) if proxies.trusts(peer.address.ip()) => proxies.told_by(peer, headers),
+        Some(_) | None => peer.clone(),
+    };
+    strip(headers);
+    told
+}

@@ -1,0 +1,36 @@
+//! `gpuaas node-ca`: the authorities of node certificates, for the proxies in front of the node API.
+
+use crate::trust;
+use anyhow::Context;
+use persistence::Secrets;
+use persistence::envelope::KeyRing;
+use persistence::pool::{self, PoolConfig};
+use secrecy::SecretString;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Where the database is.
+#[derive(Debug, clap::Args)]
+pub struct NodeCaArgs {
+    #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true)]
+    database_url: SecretString,
+    /// What the database's certificate is verified by.
+    #[arg(long, env = "SVC_DATABASE_CA_PATH")]
+    database_ca: Option<PathBuf>,
+    /// The key ring.
+    #[arg(long, env = "SVC_KEK_FILE")]
+    kek_file: PathBuf,
+}
+
+/// Prints them, PEM.
+///
+/// # Errors
+/// Where the database cannot be read, or no member has made the authority yet.
+pub async fn run(args: NodeCaArgs) -> anyhow::Result<()> {
+    let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
+    let database = PoolConfig::new(args.database_url, args.database_ca);
+    let secrets = Secrets::new(pool::open(&database)?, Arc::new(ring));
+    let authorities = trust::node_authorities(&secrets).await?;
+    std::io::stdout().lock().write_all(authorities.as_bytes()).context("cannot be written")
+}
