@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use wire::inventory::Device;
 use wire::proof::{Checked, Finding, Outcome};
-use wire::task::Provision;
+use wire::task::{Provision, Release};
 
 use crate::executor::Failure;
 use crate::gpus::Gpus;
@@ -76,6 +76,17 @@ impl Reservations {
     pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<Reservation, Failure> {
         let found = self.lock().get(&allocation_id).filter(|held| held.user_name == user_name).cloned();
         found.ok_or_else(|| Failure::new("tenant_unknown", "the allocation is not set up on this node"))
+    }
+
+    /// The same, as they would be removed.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<Release> {
+        let release = |held: Reservation| Release {
+            allocation_id: held.allocation_id,
+            user_name: held.user_name,
+            devices: held.devices,
+        };
+        self.all().into_iter().map(release).collect()
     }
 
     /// Their ids, in text, for an output.

@@ -128,7 +128,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let id = |id: Uuid| ("{id}", id.to_string());
     vec![
         one("/api/v1/admin/skus/{id}", sku),
-        one("/api/v1/admin/nodes/{id}", node.id),
+        // No agent has enrolled, so that the node has no task.
+        both("/api/v1/admin/nodes/{id}", id(node.id), ("{task_id}", Uuid::nil().to_string())),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),

@@ -28,6 +28,7 @@ pub mod rate_limit;
 pub mod redact;
 pub mod service_account;
 pub mod sku;
+pub mod task_type;
 pub mod tenant;
 pub mod terminal_session;
 
@@ -39,3 +40,4 @@ pub use id::{
     ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
+pub use task_type::TaskType;

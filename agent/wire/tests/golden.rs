@@ -68,6 +68,7 @@ fn inventory() -> Inventory {
         }],
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 
@@ -249,6 +250,16 @@ fn open_terminal_payload() {
         user_name: "gpu-3f2a".into(),
         ends_at: at(14_400),
     })));
+}
+
+#[test]
+fn diagnose_payload() {
+    golden!(payload(Task::Diagnose {}));
+}
+
+#[test]
+fn reboot_payload() {
+    golden!(payload(Task::Reboot(wire::task::Reboot { boot_id: id(7) })));
 }
 
 #[test]

@@ -217,8 +217,10 @@ impl HandAgent {
     pub fn success(&self, task: &TaskPayload) -> TaskResult {
         let proof = match &task.task {
             Task::Release(release) => Some(self.proof(task, release.allocation_id)),
-            // It says that it began, and has no shell.
-            Task::Provision(_) | Task::OpenTerminal(_) | Task::Validate {} => None,
+            // Of a terminal it says that it began, and has no shell.
+            Task::Provision(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} | Task::Reboot(_) => {
+                None
+            }
         };
         let now = Utc::now();
         TaskResult {
@@ -298,6 +300,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> Inventory {
         gpus: (0..gpus).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 

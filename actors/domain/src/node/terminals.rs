@@ -1,7 +1,7 @@
 //! Terminal sessions that the agent is to begin. The node keeps no more of a session than the order for it: what becomes of it is said
 //! by the session's own machine.
 
-use super::{HoldPhase, Life, Node, Order, Rejection, Reply, Verdict, What, Work};
+use super::{HoldPhase, Life, Node, Order, Place, Rejection, Reply, Verdict, What, Work};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
@@ -86,10 +86,15 @@ impl Node {
             let wanted = hold.terminals.iter().filter(|(_, order)| order.wanted);
             wanted.map(move |(session_id, order)| Order {
                 work: order.work.clone(),
-                allocation_id: *allocation_id,
-                placed: hold.placed.clone(),
-                sku: self.registration.sku.name.clone(),
-                what: What::OpenTerminal { session_id: *session_id, ends_at: order.ends_at },
+                what: What::OpenTerminal {
+                    place: Place {
+                        allocation_id: *allocation_id,
+                        placed: hold.placed.clone(),
+                        sku: self.registration.sku.name.clone(),
+                    },
+                    session_id: *session_id,
+                    ends_at: order.ends_at,
+                },
             })
         })
     }

@@ -385,6 +385,7 @@ fn inventory(gpus: u32) -> Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
 
@@ -421,6 +422,7 @@ fn placed(allocation_id: AllocationId) -> Placed {
         port: 22,
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
+        host_fingerprint: None,
     }
 }
 

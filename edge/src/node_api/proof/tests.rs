@@ -71,12 +71,14 @@ fn node() -> Node {
         port: 22,
         user_name: "gpu-2".into(),
         region_code: String::new(),
+        host_fingerprint: None,
     };
     let hold = Hold {
         placed,
         keys: Vec::new(),
         phase: HoldPhase::Releasing { work },
         again: None,
+        remains: None,
         terminals: BTreeMap::new(),
     };
     node.holds.insert(ALLOCATION, hold);

@@ -133,6 +133,37 @@ fn a_silent_node_goes_offline_keeps_its_tenants_and_comes_back_when_heard() {
 }
 
 #[test]
+fn a_machine_that_was_started_anew_keeps_its_tenants_and_the_log_says_so() {
+    let rebooted = || {
+        let Command::Heartbeat { serial, inventory, health, .. } = heartbeat(HealthStatus::Ok, inventory(GPUS)) else {
+            panic!("a heartbeat")
+        };
+        Command::Heartbeat { serial, seen: seen("boot-2"), inventory, health }
+    };
+    for story in [node().active().ready(), node().active().ready().offline()] {
+        let step = story.ask(&agent(), rebooted()).unwrap();
+        let restart = step.audit.iter().find(|audit| audit.action == AuditAction::NodesRestart).unwrap();
+        assert_eq!(restart.metadata["boot_id_before"], "boot-1");
+        let next = step.next.unwrap();
+        assert_eq!((next.state(), next.holds == story.node.holds), ("active", true));
+        assert_eq!(next.seen.as_ref().unwrap().boot_id, "boot-2");
+    }
+    let back = node().active().ready().offline().agent(rebooted());
+    assert_eq!(back.node.reason.code, "restarted");
+    let same = node().active().ready().offline().heard();
+    assert_eq!(same.node.reason.code, "heard_again");
+}
+
+#[test]
+fn why_an_enrolled_node_is_not_active_stands_where_its_end_stands() {
+    let short = node().enrolled().agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 1)));
+    let why = "The SKU h100x4 has 4 GPUs, the machine reports 3.";
+    assert_eq!((short.node.reason.message.as_str(), short.node.deadline().unwrap().reason.as_str()), (why, why));
+    let shorter = short.agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 2)));
+    assert_eq!(shorter.node.reason.message, "The SKU h100x4 has 4 GPUs, the machine reports 2.");
+}
+
+#[test]
 fn a_contact_is_written_only_where_the_last_one_grows_old() {
     let active = node().active();
     active.clone().after(TimeDelta::seconds(29)).agent(poll()).unmoved();
