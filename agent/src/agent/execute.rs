@@ -119,7 +119,9 @@ impl Agent {
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
         let known = match &payload.task {
             Task::Reboot(reboot) => restarted(reboot, self.boot_id),
-            Task::Provision(_) | Task::Release(_) | Task::Validate {} | Task::Diagnose {} => None,
+            Task::Provision(_) | Task::Release(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} => {
+                None
+            }
         };
         let unknown = || Err(Failure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
