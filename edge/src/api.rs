@@ -9,6 +9,7 @@ mod field;
 mod health;
 mod identity_keys;
 mod internal;
+mod key_set;
 mod node;
 mod overview;
 mod platform_role;
@@ -23,6 +24,9 @@ mod terminal;
 #[cfg(test)]
 mod tests;
 
+pub use key_set::{
+    AllKeys, AtRestKey, AtRestView, Changed, CutOff, KeyPhase, KeyPurpose, KeySetView, KeyView, ReplicaKeys,
+};
 pub(crate) use stored::{current, find};
 
 use crate::correlation::{Outermost, Service};
@@ -171,12 +175,20 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
         Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
         Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Delete   "/api/v1/admin/policy-values"                      => policy::take_back, NotFound, PolicyOutOfBounds, StateConflict;
         Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
+
+        Admin  Get      "/api/v1/admin/keys"                               => key_set::list;
+        Admin  PostOnce "/api/v1/admin/keys/stage"                         => key_set::stage, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/activate"                      => key_set::activate, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/retire"                        => key_set::retire, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/rewrap"                        => key_set::rewrap, StateConflict;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;
         Admin  Get      "/api/v1/admin/runtime/entities/{kind}/{id}"       => runtime::entity, NotFound;
         Admin  Post     "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
+        Admin  Post     "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => runtime::restart_worker, NotFound, StateConflict;
     }
     .finish(RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE))
 }

@@ -18,6 +18,7 @@ pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;
+pub mod keys;
 pub mod limits;
 pub mod node_api;
 pub mod node_ca;
@@ -34,6 +35,7 @@ pub mod tasks;
 pub mod terminal;
 pub mod tls;
 pub mod token;
+mod unreadable;
 
 #[cfg(test)]
 mod testing;

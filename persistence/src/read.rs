@@ -7,6 +7,7 @@ mod bindings;
 mod entity;
 mod gpus;
 mod inspect;
+mod keys;
 mod policy;
 mod shard;
 mod waiting;
@@ -16,8 +17,9 @@ pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, StateCount};
 pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
+pub use keys::Dependent;
 pub use policy::{PolicyFilter, PolicyRow};
-pub use shard::{Due, Overdue};
+pub use shard::{Due, Orphans, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
 use crate::pool::Kept;

@@ -5,15 +5,18 @@
 //! alone (a stream's lag) is said by every process with the role, the same by each.
 
 use actors::host::Figures as Lives;
+use chrono::{DateTime, Utc};
 use domain::event::Stream;
+use domain::key_set::Phase;
 use domain::{Commit, Event, Kind};
+use edge::keys::Keys;
 use persistence::read::{Pending, Standing};
 use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 use sqlx::PgPool;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 /// What of this process is measured when it is asked.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +27,15 @@ pub struct Moment {
     pub parked_polls: usize,
     pub nats_connected: bool,
     pub lease_fresh: bool,
+}
+
+/// How far a stream's consumer is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lag {
+    /// Events that it has not been given.
+    pub waiting: u64,
+    /// Events that it was given and has not settled.
+    pub under_way: u64,
 }
 
 /// Gauges and counters of this process.
@@ -45,6 +57,8 @@ pub struct ProcessFigures {
     outbox_age: Gauge,
     lag: IntGaugeVec,
     read_at: GaugeVec,
+    key_age: GaugeVec,
+    lags: Mutex<BTreeMap<&'static str, Lag>>,
     /// Two scrapes at once must not count the same failures twice.
     scraped: Mutex<u64>,
 }
@@ -73,6 +87,14 @@ impl ProcessFigures {
             &["from"],
         )?;
         registry.register(Box::new(read_at.clone()))?;
+        let key_age = GaugeVec::new(
+            Opts::new(
+                "key_phase_age_seconds",
+                "Since when a key of the service is in its phase, as this process knows it.",
+            ),
+            &["purpose", "phase", "key_id"],
+        )?;
+        registry.register(Box::new(key_age.clone()))?;
         Ok(Self {
             registry: registry.clone(),
             shards: gauge("shards_owned", "Shards in this process's hands.")?,
@@ -94,6 +116,8 @@ impl ProcessFigures {
             outbox_age,
             lag: gauges("nats_consumer_lag", "Events that the reactions' consumer has not settled.", &["stream"])?,
             read_at,
+            key_age,
+            lags: Mutex::default(),
             scraped: Mutex::default(),
         })
     }
@@ -134,6 +158,18 @@ impl ProcessFigures {
         *scraped = failures_total.max(*scraped);
     }
 
+    /// Where the keys stand that this process goes by.
+    pub fn keys(&self, keys: &Keys, now: DateTime<Utc>) {
+        self.key_age.reset();
+        for (purpose, key) in keys.all() {
+            let phase = key.standing.phase();
+            if phase != Phase::Retired {
+                let age = (now - key.entered_at).as_seconds_f64();
+                self.key_age.with_label_values(&[purpose.name(), phase.name(), &key.id]).set(age);
+            }
+        }
+    }
+
     /// What Postgres says of this process's shards.
     pub fn stands(&self, standing: &Standing, pending: &Pending) {
         self.queue.set(standing.requested.cast_signed());
@@ -147,9 +183,16 @@ impl ProcessFigures {
     }
 
     /// What JetStream says of a stream's consumer.
-    pub fn lags(&self, stream: Stream, events: u64) {
-        self.lag.with_label_values(&[stream.name()]).set(events.cast_signed());
+    pub fn lags(&self, stream: Stream, lag: Lag) {
+        self.lag.with_label_values(&[stream.name()]).set((lag.waiting + lag.under_way).cast_signed());
+        self.lags.lock().unwrap_or_else(PoisonError::into_inner).insert(stream.name(), lag);
         self.read_now("nats");
+    }
+
+    /// How far a stream's consumer was when it was looked at last; `None` where nobody has looked yet.
+    #[must_use]
+    pub fn lag_of(&self, stream: Stream) -> Option<Lag> {
+        self.lags.lock().unwrap_or_else(PoisonError::into_inner).get(stream.name()).copied()
     }
 
     fn read_now(&self, from: &str) {

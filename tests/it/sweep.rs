@@ -123,6 +123,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let alive = world.rent("swept-alive", 1).await;
     alive.expect_state("active").await;
     let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
+    let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
     let id = |id: Uuid| ("{id}", id.to_string());
@@ -131,6 +132,11 @@ async fn things(world: &mut World) -> Vec<Thing> {
         // No agent has enrolled, so that the node has no task.
         both("/api/v1/admin/nodes/{id}", id(node.id), ("{task_id}", Uuid::nil().to_string())),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
+        both(
+            "/api/v1/admin/runtime/members/{member}/workers/{worker}",
+            ("{member}", member["members"][0]["id"].as_str().unwrap().to_owned()),
+            ("{worker}", "rest".to_owned()),
+        ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),

@@ -262,3 +262,32 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
     machine.stop_agent();
     world.end().await;
 }
+
+/// A machine that says it restarts, and does not.
+const STUBBORN: &str = "rm -f /usr/sbin/shutdown /sbin/shutdown; \
+     printf '#!/bin/sh\\necho \"$@\" >>/run/asked\\n' >/usr/sbin/shutdown; chmod 755 /usr/sbin/shutdown";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_is_told_to_restart_once_whatever_becomes_of_its_agent() {
+    let mut world = World::start().await;
+    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
+    // The agent that is killed in the middle of it says so when it is back.
+    world.expects_error("outcome_unknown");
+    machine.run(STUBBORN);
+    let tasks = format!("{}/tasks", node.path());
+    world.admin.post(&tasks, &json!({ "type": "node.reboot", "reason": "a new kernel" })).await.created();
+    let asked = |machine: &Machine| std::fs::read_to_string(machine.view().at("/run/asked")).unwrap_or_default();
+    let began = std::time::Instant::now();
+    while asked(&machine).is_empty() {
+        assert!(began.elapsed().as_secs() < 30, "the machine was never told to restart");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    machine.kill9_agent();
+    start(&mut machine, &[]);
+    let said = |seen: &Value| seen["ended"][0]["error"]["code"] == "outcome_unknown";
+    world.admin.wait_until(&tasks, "the agent says that it does not know", said).await;
+    assert_eq!(asked(&machine), "-r now\n", "and does not do it twice");
+    assert_eq!(node.get().await["state"], "active");
+    assert!(machine.stop_agent().is_some_and(|status| status.success()));
+    world.end().await;
+}

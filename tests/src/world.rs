@@ -368,6 +368,8 @@ impl World {
     /// This test changes the audit log: that is not to be complained of at the end.
     pub fn expects_a_changed_audit_log(&mut self) {
         self.declared.audit = true;
+        // The control plane notices, too.
+        self.expects_error("\"invariant\":\"I7\"");
     }
 
     /// This entity may be parked at the end.

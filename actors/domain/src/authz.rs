@@ -150,6 +150,8 @@ pub enum Action {
     RescueAllocations,
     /// Set policy values.
     ManagePolicy,
+    /// See where the service's own keys stand, and rotate them.
+    RotateKeys,
     /// Rent GPUs.
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
@@ -170,7 +172,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -180,6 +182,7 @@ impl Action {
         Self::OperateRuntime,
         Self::RescueAllocations,
         Self::ManagePolicy,
+        Self::RotateKeys,
         Self::Rent,
         Self::Release,
         Self::OpenTerminals,
@@ -200,7 +203,7 @@ impl Action {
             | Self::RescueAllocations
             | Self::OperateTerminals
             | Self::ManagePolicy => Rule::Admin,
-            Self::BindPlatformRoles => Rule::AdminInPerson,
+            Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),

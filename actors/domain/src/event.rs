@@ -5,7 +5,8 @@
 //! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
 
 use crate::allocation::{self, Placed};
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, PolicyId, PolicyValueId, SkuId, TerminalSessionId};
+use crate::id::{AllocationId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId, TerminalSessionId};
+use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
 use crate::policy;
@@ -147,12 +148,19 @@ pub enum Event {
         to: String,
     },
 
-    // An administrator has set a value: what every process remembers of the policy is old.
+    // An administrator has set a value or taken one back: what every process remembers of the policy is old.
     PolicyWritten {
         policy_id: PolicyId,
         value_id: PolicyValueId,
         policy: policy::Key,
         effective_at: Timestamp,
+    },
+
+    // An operator has rotated keys: what every process remembers of them is old.
+    TrustChanged {
+        set_id: KeySetId,
+        purpose: Purpose,
+        version: u64,
     },
 }
 
@@ -212,6 +220,9 @@ pub enum Reaction {
 }
 
 impl Event {
+    /// The subject on which every process hears that keys were rotated.
+    pub const TRUST_CHANGED: &'static str = "node.trust_changed";
+
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
@@ -241,6 +252,7 @@ impl Event {
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
+            Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
         }
     }
 
@@ -277,6 +289,7 @@ impl Event {
             | Self::TerminalClosed { session_id, .. } => EntityRef { kind: Kind::TerminalSession, id: session_id.0 },
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
             Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
+            Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
         }
     }
 
@@ -340,7 +353,8 @@ impl Event {
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
             | Self::SkuStateChanged { .. }
-            | Self::PolicyWritten { .. } => Reaction::Nothing,
+            | Self::PolicyWritten { .. }
+            | Self::TrustChanged { .. } => Reaction::Nothing,
         }
     }
 }
@@ -394,6 +408,7 @@ mod tests {
                 policy: policy::Key::RateLimitApi,
                 effective_at: deadline_at,
             },
+            Event::TrustChanged { set_id: KeySetId(Uuid::from_u128(6)), purpose: Purpose::NodeCa, version: 1 },
             Event::TerminalsUnwanted { allocation_id, user_id: text() },
             Event::TerminalFailed { session_id, node_id, reason: text() },
             Event::TerminalOpened {
@@ -429,10 +444,11 @@ mod tests {
             Event::SkuStateChanged { .. } => 16,
             Event::AllocationCounted { .. } => 17,
             Event::PolicyWritten { .. } => 18,
-            Event::TerminalsUnwanted { .. } => 19,
-            Event::TerminalFailed { .. } => 20,
-            Event::TerminalOpened { .. } => 21,
-            Event::TerminalClosed { .. } => 22,
+            Event::TrustChanged { .. } => 19,
+            Event::TerminalsUnwanted { .. } => 20,
+            Event::TerminalFailed { .. } => 21,
+            Event::TerminalOpened { .. } => 22,
+            Event::TerminalClosed { .. } => 23,
         }
     }
 

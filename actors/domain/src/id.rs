@@ -70,6 +70,8 @@ typed_id! {
     PolicyValueId,
     /// One shell on an allocation's machine.
     TerminalSessionId,
+    /// The keys of one purpose.
+    KeySetId,
 }
 
 macro_rules! kinds {
@@ -117,6 +119,10 @@ kinds! {
     Policy = "policy": crate::policy::ScopeValues,
     /// One shell on an allocation's machine, and who is connected to it.
     TerminalSession = "terminal_session": crate::terminal_session::TerminalSession,
+    /// The keys of one purpose, and where each stands in its rotation.
+    KeySet = "key_set": crate::key_set::KeySet,
+    /// What operators had done to a part of the running cluster.
+    Runtime = "runtime": crate::runtime::Operated,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

@@ -19,6 +19,7 @@ pub mod commit;
 pub mod event;
 pub mod id;
 pub mod invariant;
+pub mod key_set;
 pub mod machine;
 pub mod money;
 pub mod node;
@@ -26,6 +27,7 @@ pub mod placement;
 pub mod policy;
 pub mod rate_limit;
 pub mod redact;
+pub mod runtime;
 pub mod service_account;
 pub mod sku;
 pub mod task_type;
@@ -36,7 +38,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
     ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

@@ -84,9 +84,11 @@ fn line<M: Machine>(output: &Output<M>) -> String {
             Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
             Effect::WakeTerminal(id) => format!("wake terminal {}", id.0.as_u128()),
             Effect::ReadPolicy => "read policy".to_owned(),
+            Effect::ReadKeys => "read keys".to_owned(),
         },
         Output::Sleep => "sleep".to_owned(),
         Output::Die(reason) => format!("die: {reason}"),
+        Output::Lose(reason) => format!("lose: {reason}"),
         Output::Park(reason) => format!("park: {reason}"),
     }
 }
@@ -296,7 +298,7 @@ fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
         [
             "1: the outcome is unknown: broke",
             "2: unavailable: the entity is being loaded anew",
-            "die: a commit's outcome is unknown: broke"
+            "lose: a commit's outcome is unknown: broke"
         ]
     );
     assert_eq!(bench.ask(3, Count::Read), ["3: not the owner"]);
@@ -326,6 +328,24 @@ fn a_rejected_repetition_gets_its_first_reply() {
         assert_eq!(bench.on(Input::Sleep), NOTHING);
         assert_eq!(bench.on(Input::Looked(found)), [answer, "2: 2 unchanged at 5"]);
     }
+}
+
+#[test]
+fn a_repetition_with_nothing_left_to_do_gets_its_first_reply() {
+    let cases = [
+        (Ok(Some(done(&key("k"), Some("1")))), "1: 1 replayed at 5"),
+        (Ok(Some(Done { digest: [9; 32], ..done(&key("k"), None) })), "1: the command id was used for another request"),
+        (Ok(None), "1: 2 unchanged at 5"),
+        (Err(unreachable()), "1: unavailable: the store cannot be read: unreachable"),
+    ];
+    for (found, answer) in cases {
+        let mut bench = Bench::ready();
+        assert_eq!(bench.ask_once(1, Count::Read, key("k")), ["look up"]);
+        assert_eq!(bench.on(Input::Looked(found)), [answer]);
+    }
+    // What an event asks has nobody who reads the reply.
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
+    assert_eq!(Bench::ready().ask_once(1, Count::Read, event), ["1: 2 unchanged at 5"]);
 }
 
 #[test]
@@ -364,12 +384,12 @@ fn a_snapshot_that_cannot_be_read_parks_the_entity() {
 }
 
 #[test]
-fn an_entity_that_cannot_be_loaded_says_so_and_dies() {
+fn an_entity_that_cannot_be_loaded_says_so_and_is_over() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.ask(1, Count::Read), NOTHING);
     let why = "the store cannot be read: unreachable";
     let died = bench.on(Input::Loaded(Err(unreachable())));
-    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("lose: {why}")]);
 }
 
 #[test]
@@ -379,7 +399,7 @@ fn a_conflict_whose_reload_fails_gives_the_command_back() {
     assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
     let why = "the store cannot be read: unreachable";
     let died = bench.on(Input::Loaded(Err(unreachable())));
-    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("lose: {why}")]);
 }
 
 #[test]

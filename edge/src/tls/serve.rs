@@ -12,7 +12,11 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use axum::{Router, extract::ConnectInfo, extract::Request};
+use axum::{
+    Router,
+    extract::{ConnectInfo, Request},
+    http::{HeaderMap, StatusCode, Uri, Version, header::HOST},
+};
 use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
@@ -32,12 +36,14 @@ use tracing::{debug, info, warn};
 
 use super::{
     Peer,
-    connections::{Connections, Watched},
+    bare::Answering,
+    connections::{Connections, Watched, Whose},
 };
 use crate::identity::{
     NodeCertificate, TrustDomain,
     proxies::{Proxies, peer_of},
 };
+use crate::unreadable::Unreadable;
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]
@@ -51,7 +57,7 @@ pub struct ListenerLimits {
     pub header_read_timeout: Duration,
     /// All headers of a request together, in bytes; at least 8,192.
     pub header_bytes: usize,
-    /// Headers of a request, over HTTP/1.1.
+    /// Headers of a request.
     pub header_count: usize,
     /// Requests at once on one HTTP/2 connection.
     pub streams: u32,
@@ -151,7 +157,8 @@ impl TlsServer {
             .as_ref()
             .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
-        let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
+        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
+        let stream = self.connections.watch(whose, stream, slot);
         self.speak(stream, peer, speaks_h2, stop).await;
     }
 
@@ -163,17 +170,36 @@ impl TlsServer {
         stop: &CancellationToken,
     ) {
         let address = peer.address;
-        let asked = Arc::new(AtomicBool::new(false));
+        let limits = &self.limits;
+        let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
+        let (asked, switched) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let answering = Answering::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
         let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
+        let most = (limits.header_bytes, limits.header_count);
         let service = service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             let mut request = request.map(axum::body::Body::new);
+            let too_large = exceed(request.uri(), request.headers(), most);
             let peer = peer_of(proxies.as_deref(), &peer, request.headers_mut());
             request.extensions_mut().insert(ConnectInfo(peer));
-            router.clone().oneshot(request)
+            if too_large {
+                request.extensions_mut().insert(too_many);
+            } else if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
+                // RFC 9112, section 3.2: whom it is for is said once.
+                request.extensions_mut().insert(Unreadable::Malformed);
+            }
+            let (answer, switched) = (router.clone().oneshot(request), Arc::clone(&switched));
+            async move {
+                let answer = answer.await;
+                if let Ok(answer) = &answer
+                    && answer.status() == StatusCode::SWITCHING_PROTOCOLS
+                {
+                    switched.store(true, Ordering::Relaxed);
+                }
+                answer
+            }
         });
-        let io = TokioIo::new(stream);
-        let limits = &self.limits;
+        let io = TokioIo::new(answering);
         let first_by = Instant::now() + limits.header_read_timeout;
         // The two connection types share methods, not a trait.
         macro_rules! drive {
@@ -204,7 +230,8 @@ impl TlsServer {
                 .max_concurrent_streams(limits.streams)
                 .max_pending_accept_reset_streams(limits.pending_resets)
                 .max_local_error_reset_streams(limits.pending_resets * 4)
-                .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX))
+                // h2 answers what is over it in its own words; up to there the router does.
+                .max_header_list_size(u32::try_from(limits.header_bytes * 4).unwrap_or(u32::MAX))
                 // Finds peers that are gone without a word.
                 .keep_alive_interval(Duration::from_secs(30))
                 .keep_alive_timeout(Duration::from_secs(20));
@@ -222,6 +249,14 @@ impl TlsServer {
             debug!(%address, %error, "a connection ended with an error");
         }
     }
+}
+
+/// Whether target and headers are more, or longer, than may be; counted as HTTP/2 does (RFC 9113, section 10.5.1).
+fn exceed(uri: &Uri, headers: &HeaderMap, (bytes, count): (usize, usize)) -> bool {
+    const OF_EACH: usize = 32;
+    let target = uri.path_and_query().map_or(0, |target| target.as_str().len());
+    let all = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + OF_EACH).sum::<usize>();
+    headers.len() > count || target + all > bytes
 }
 
 struct Accepted {

@@ -104,7 +104,7 @@ fn heartbeat(status: HealthStatus, inventory: Inventory) -> Command {
 }
 
 fn certificate(serial: &str) -> Certificate {
-    Certificate { serial: serial.into(), not_after: start() + TimeDelta::days(30), generation: 0 }
+    Certificate { serial: serial.into(), not_after: start() + TimeDelta::days(30), generation: 0, authority: None }
 }
 
 fn enrollment() -> Command {
@@ -548,6 +548,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
             Effect::CloseNode(_) => "close",
             Effect::WakeTerminal(_) => "wake terminal",
             Effect::ReadPolicy => "read policy",
+            Effect::ReadKeys => "read keys",
         };
         write!(line, " | {effect}").unwrap();
     }

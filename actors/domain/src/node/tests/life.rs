@@ -1,6 +1,7 @@
 //! How a machine becomes a node, how it is heard, and what an administrator does with it.
 
 use super::*;
+use crate::invariant::{Recorded, i6_a_removed_node_gets_nothing};
 
 #[test]
 fn what_does_not_exist_can_only_be_registered() {
@@ -119,6 +120,23 @@ fn a_removed_node_gets_nothing_from_the_moment_of_the_answer() {
         for command in [poll(), heartbeat(HealthStatus::Ok, inventory(GPUS)), enrollment(), renew] {
             assert_eq!(story.refuses(&agent(), command), Rejection::Removed);
         }
+        let step = |actor: &str, to_state: &str, refused| Recorded {
+            version: 1,
+            command: "x".to_owned(),
+            actor: actor.to_owned(),
+            to_state: to_state.to_owned(),
+            refused,
+            audited: None,
+        };
+        let itself = format!("node:{NODE}");
+        let before =
+            [step(&itself, "retired", false), step("user:root", "removing", false), step(&itself, "removing", true)];
+        assert!(i6_a_removed_node_gets_nothing(&story.node, &before), "what it did before, and what it was refused");
+        let after = [before.as_slice(), &[step(&itself, "removing", false)]].concat();
+        assert!(!i6_a_removed_node_gets_nothing(&story.node, &after));
+        let mut known = story.node.clone();
+        known.identity.certificates.insert(SERIAL.into(), certificate(SERIAL));
+        assert!(!i6_a_removed_node_gets_nothing(&known, &[]));
     }
 }
 
