@@ -73,10 +73,6 @@ impl Auditor {
                     Err(error) => tracing::warn!(error = %error, %kind, "could not check the invariants of entities"),
                 }
             }
-            match self.look_at_terminals(&shards, terminals).await {
-                Ok(next) => terminals = next,
-                Err(error) => tracing::warn!(error = %error, "could not check the terminal sessions' invariants"),
-            }
         }
     }
 

@@ -523,7 +523,7 @@ impl Effects for ReadsAnew {
                     let (in_force, secrets, domain) = keys;
                     in_force.replace(Keys::read(&secrets, &reads, &domain).await.unwrap());
                 }
-                Effect::WakeNode(_) | Effect::CloseNode(_) => {}
+                Effect::WakeNode(_) | Effect::CloseNode(_) | Effect::WakeTerminal(_) => {}
             }
         });
     }
