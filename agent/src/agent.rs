@@ -33,6 +33,7 @@ use crate::simulate::{Misbehaviour, Simulated};
 use crate::ssh::{self, SshError, Sshd};
 use crate::store::{self, StoreError};
 use crate::system::{self, System};
+use crate::terminal::Terminals;
 use crate::{chain, inventory};
 
 mod beat;
@@ -40,6 +41,7 @@ mod enroll;
 mod execute;
 mod poll;
 mod renew;
+mod terminal;
 
 /// First pause after a failure.
 const BACKOFF_BASE: Duration = Duration::from_millis(250);
@@ -261,7 +263,9 @@ pub async fn run_with(
         }
     };
     let api = Api::with_identity(&config, &identity)?;
+    let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let agent = Arc::new(Agent {
+        terminals: Terminals::new(tasks.clone(), stop.clone()),
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
         identities,
@@ -281,8 +285,8 @@ pub async fn run_with(
         beat_now: Notify::new(),
         heard: Notify::new(),
         renew_within: watch::Sender::new(None),
-        tasks: TaskTracker::new(),
-        stop: stop.child_token(),
+        tasks,
+        stop,
         fatal: Mutex::new(None),
     });
     agent.live().await
@@ -316,6 +320,7 @@ struct Agent {
     /// Where the certificate's authority goes: over how long it is to be renewed.
     renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
+    terminals: Terminals,
     tasks: TaskTracker,
     stop: CancellationToken,
     fatal: Mutex<Option<Fatal>>,

@@ -159,15 +159,7 @@ impl Api {
     /// # Errors
     /// [`ClientError`].
     pub fn with_identity(config: &Config, identity: &Identity) -> Result<Self, ClientError> {
-        let chain = CertificateDer::pem_slice_iter(identity.certificate_chain_pem.as_bytes())
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|error| ClientError::Identity(error.into()))?;
-        let key = PrivateKeyDer::from_pem_slice(identity.key_pem.expose_secret().as_bytes())
-            .map_err(|error| ClientError::Identity(error.into()))?;
-        let tls = client_config(config)?
-            .with_client_auth_cert(chain, key)
-            .map_err(|error| ClientError::Identity(error.into()))?;
-        Self::build(config, tls)
+        Self::build(config, tls_as_node(config, identity)?)
     }
 
     fn build(config: &Config, mut tls: ClientConfig) -> Result<Self, ClientError> {
@@ -280,6 +272,19 @@ impl Api {
     async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ApiError> {
         read(send(self.request(Method::POST, path).json(body)).await?).await
     }
+}
+
+/// TLS to the bundle's CA alone, with the node's certificate.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn tls_as_node(config: &Config, identity: &Identity) -> Result<ClientConfig, ClientError> {
+    let chain = CertificateDer::pem_slice_iter(identity.certificate_chain_pem.as_bytes())
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| ClientError::Identity(error.into()))?;
+    let key = PrivateKeyDer::from_pem_slice(identity.key_pem.expose_secret().as_bytes())
+        .map_err(|error| ClientError::Identity(error.into()))?;
+    client_config(config)?.with_client_auth_cert(chain, key).map_err(|error| ClientError::Identity(error.into()))
 }
 
 fn client_config(

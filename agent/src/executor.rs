@@ -3,7 +3,9 @@
 use serde_json::{Map, Value};
 use wire::inventory::ExecutorKind;
 use wire::proof::Finding;
-use wire::task::{Provision, Release};
+use wire::task::{OpenTerminal, Provision, Release};
+
+use crate::terminal::Shell;
 
 /// What a task found or made, as it goes into its result.
 pub type Output = Map<String, Value>;
@@ -26,6 +28,12 @@ pub trait Executor: Send + Sync + 'static {
     /// # Errors
     /// [`Failure`] when it could not even look.
     fn release(&self, task: &Release) -> Result<Released, Failure>;
+
+    /// How the tenant's shell is begun. Changes nothing.
+    ///
+    /// # Errors
+    /// `tenant_unknown` where the tenant's place is not here; [`Failure`] where it must not be entered.
+    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure>;
 
     /// The tenants whose places are on the machine, as they would be removed.
     fn tenants(&self) -> Vec<Release>;

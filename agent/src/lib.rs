@@ -23,6 +23,7 @@ pub mod ssh;
 pub mod store;
 pub mod system;
 pub mod tenant;
+pub mod terminal;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

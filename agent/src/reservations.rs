@@ -69,6 +69,15 @@ impl Reservations {
         self.lock().values().cloned().collect()
     }
 
+    /// The allocation, where it is on this node under this name.
+    ///
+    /// # Errors
+    /// `tenant_unknown`.
+    pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<Reservation, Failure> {
+        let found = self.lock().get(&allocation_id).filter(|held| held.user_name == user_name).cloned();
+        found.ok_or_else(|| Failure::new("tenant_unknown", "the allocation is not set up on this node"))
+    }
+
     /// The same, as they would be removed.
     #[must_use]
     pub fn tenants(&self) -> Vec<Release> {

@@ -19,13 +19,14 @@ use std::sync::Arc;
 use serde_json::json;
 use wire::inventory::ExecutorKind;
 use wire::proof::{Checked, Outcome};
-use wire::task::{Provision, Release};
+use wire::task::{OpenTerminal, Provision, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
 use crate::gpus::Gpus;
 use crate::reservations::{RECORD, Reservations};
 use crate::store::{self, StoreError};
 use crate::tenant::{self, output};
+use crate::terminal::Shell;
 
 pub mod processes;
 pub mod traces;
@@ -61,9 +62,12 @@ impl Sandbox {
         let keys = tenant::authorized_keys(task);
         store::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), store::PUBLIC)?;
         let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
-        let environment = tenant::environment(task, &at("home"), &at("tmp")).render().map_err(|error| {
-            Failure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
-        })?;
+        let environment =
+            tenant::environment(task.allocation_id, &task.user_name, &task.devices, &at("home"), &at("tmp"))
+                .render()
+                .map_err(|error| {
+                Failure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
+            })?;
         Ok(store::write_without_sync(&folder.join("environment"), environment.as_bytes(), store::PUBLIC)?)
     }
 
@@ -116,6 +120,20 @@ impl Executor for Sandbox {
         }
         findings.push(self.reservations.look(task.allocation_id));
         Ok(Released { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
+    }
+
+    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        // Here a tenant is whom the agent is. Root is nobody's to give, but for a machine that is made up.
+        if nix::unistd::Uid::effective().is_root() && !matches!(*self.gpus, Gpus::Simulated(_)) {
+            let message = "the agent runs as root and has no users of its own for tenants; use --executor system";
+            return Err(Failure::new("sandbox_is_root", message));
+        }
+        let folder = self.reservations.folder_of(task.allocation_id);
+        let (home, tmp) = (folder.join("home"), folder.join("tmp"));
+        let (home_text, tmp) = (home.to_string_lossy(), tmp.to_string_lossy());
+        let environment = tenant::environment(task.allocation_id, &tenant.user_name, &tenant.devices, &home_text, &tmp);
+        Ok(tenant::login_shell(&environment, &home, None))
     }
 
     fn tenants(&self) -> Vec<Release> {

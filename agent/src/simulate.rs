@@ -4,9 +4,10 @@
 use std::time::Duration;
 
 use wire::inventory::ExecutorKind;
-use wire::task::{Provision, Release};
+use wire::task::{OpenTerminal, Provision, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
+use crate::terminal::Shell;
 
 /// Which kind of task fails on the simulated machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -57,6 +58,10 @@ impl<E: Executor> Executor for Simulated<E> {
     fn release(&self, task: &Release) -> Result<Released, Failure> {
         self.fail_if(SimulatedFailure::Release)?;
         self.inner.release(task)
+    }
+
+    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+        self.inner.shell(task)
     }
 
     fn tenants(&self) -> Vec<Release> {

@@ -23,13 +23,14 @@ use std::time::Duration;
 use serde_json::json;
 use wire::inventory::ExecutorKind;
 use wire::proof::{Checked, Finding, Outcome};
-use wire::task::{Provision, Release};
+use wire::task::{OpenTerminal, Provision, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
 use crate::gpus::Gpus;
 use crate::reservations::Reservations;
 use crate::store::{self, StoreError};
 use crate::tenant::{self, output};
+use crate::terminal::Shell;
 
 pub mod accounts;
 pub mod guard;
@@ -221,6 +222,17 @@ impl Executor for System {
             Some(account) => self.release_account(task, &account),
             None => self.release_nothing(task),
         }
+    }
+
+    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
+        let account = account.ok_or_else(|| Failure::new("tenant_unknown", "the allocation has no account here"))?;
+        let home = self.home_of(&account.name);
+        let home_text = home.to_string_lossy();
+        let environment = tenant::environment(task.allocation_id, &account.name, &tenant.devices, &home_text, "/tmp");
+        let shell = tenant::login_shell(&environment, &home, Some(account.uid));
+        Ok(self.guard.in_slice(&account, shell))
     }
 
     fn tenants(&self) -> Vec<Release> {

@@ -4,6 +4,7 @@ use std::io;
 use std::path::Path;
 
 use serde_json::json;
+use uuid::Uuid;
 use wire::bundle::Variables;
 use wire::inventory::Device;
 use wire::proof::{Checked, Finding, Outcome};
@@ -11,6 +12,7 @@ use wire::task::Provision;
 
 use crate::executor::{Failure, Output};
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
+use crate::terminal::Shell;
 
 /// The mark of a tenant's processes: this variable in their environment, with the allocation's id as value.
 pub const MARKER: &str = "GPUAAS_ALLOCATION_ID";
@@ -65,20 +67,41 @@ pub fn authorized_keys(task: &Provision) -> String {
 
 /// What the tenant's processes start with. `CUDA_VISIBLE_DEVICES` is a convenience and protects nothing.
 #[must_use]
-pub fn environment(task: &Provision, home: &str, tmp: &str) -> Variables {
-    let allocation_id = task.allocation_id.to_string();
-    let devices: Vec<&str> = task.devices.iter().map(|device| device.uuid.as_str()).collect();
+pub fn environment(allocation_id: Uuid, user_name: &str, devices: &[Device], home: &str, tmp: &str) -> Variables {
+    let allocation_id = allocation_id.to_string();
+    let devices: Vec<&str> = devices.iter().map(|device| device.uuid.as_str()).collect();
     let devices = devices.join(",");
     [
         (MARKER, allocation_id.as_str()),
         ("HOME", home),
         ("TMPDIR", tmp),
-        ("USER", &task.user_name),
-        ("LOGNAME", &task.user_name),
+        ("USER", user_name),
+        ("LOGNAME", user_name),
         ("CUDA_VISIBLE_DEVICES", &devices),
     ]
     .into_iter()
     .collect()
+}
+
+/// A login shell on a terminal, in the tenant's home.
+#[must_use]
+pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> Shell {
+    let program = if Path::new("/bin/bash").exists() { "/bin/bash" } else { "/bin/sh" };
+    let own = environment.iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let of_a_terminal = [
+        ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ("SHELL", program),
+        ("TERM", "xterm-256color"),
+        ("LANG", "C.UTF-8"),
+    ];
+    let of_a_terminal = of_a_terminal.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    Shell {
+        program: program.into(),
+        arguments: vec!["-l".to_owned()],
+        user,
+        folder: home.to_owned(),
+        environment: own.chain(of_a_terminal).collect(),
+    }
 }
 
 /// The fields of an output.

@@ -2,7 +2,7 @@
 
 use actors::AskError;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, bindings, key_set, node, policy, runtime, service_account, sku, tenant};
+use domain::{allocation, bindings, key_set, node, policy, runtime, service_account, sku, tenant, terminal_session};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -310,6 +310,20 @@ impl Explain for service_account::Rejection {
     }
 }
 
+impl Explain for terminal_session::Rejection {
+    fn explain(self) -> ApiError {
+        use terminal_session::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("terminal session"),
+            R::Exists => conflict("The terminal session exists already."),
+            R::Closed { reason } => conflict("The terminal session is over; leave `session_id` out to open another.")
+                .detail("reason", reason),
+            // No person shows a token here.
+            rejection @ R::TokenRefused { .. } => unexpected(&rejection),
+        }
+    }
+}
+
 impl Explain for policy::Rejection {
     fn explain(self) -> ApiError {
         use policy::Rejection as R;
@@ -494,6 +508,14 @@ mod tests {
             service_account::Rejection::TooManyKeys { limit: 5 },
         ] {
             row(&mut table, "service account", &rejection.explain());
+        }
+        for rejection in [
+            terminal_session::Rejection::NotFound,
+            terminal_session::Rejection::Exists,
+            terminal_session::Rejection::Closed { reason: "killed".into() },
+            terminal_session::Rejection::TokenRefused { cause: terminal_session::TokenCause::Spent },
+        ] {
+            row(&mut table, "terminal session", &rejection.explain());
         }
         let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
         let at = chrono::DateTime::UNIX_EPOCH;

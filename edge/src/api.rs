@@ -20,12 +20,14 @@ mod service_account;
 mod sku;
 mod ssh_key;
 mod stored;
+mod terminal;
 #[cfg(test)]
 mod tests;
 
 pub use key_set::{
     AllKeys, AtRestKey, AtRestView, Changed, CutOff, KeyPhase, KeyPurpose, KeySetView, KeyView, ReplicaKeys,
 };
+pub(crate) use stored::{current, find};
 
 use crate::correlation::{Outermost, Service};
 use crate::error::Code;
@@ -144,6 +146,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
         Admin  PostOnce "/api/v1/admin/allocations/{id}/retry-release"     => allocation::retry_release, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/allocations/{id}/force-release"     => allocation::force_release, NotFound, StateConflict;
+
+        User   Post     "/api/v1/allocations/{id}/terminal-tokens" (TerminalToken) => terminal::issue_token, NotFound, StateConflict;
+        Admin  Get      "/api/v1/admin/terminal-sessions"                  => terminal::list;
+        Admin  Get      "/api/v1/admin/terminal-sessions/{id}"             => terminal::get, NotFound;
+        Admin  PostOnce "/api/v1/admin/terminal-sessions/{id}/kill"        => terminal::kill, NotFound;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -32,6 +32,7 @@ pub mod secret_shape;
 pub mod services;
 pub mod ssh_public_key;
 pub mod tasks;
+pub mod terminal;
 pub mod tls;
 pub mod token;
 mod unreadable;

@@ -17,6 +17,7 @@ mod proof;
 mod recovery;
 mod result;
 mod spoken;
+mod terminal;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -95,12 +96,14 @@ pub fn router(services: Services) -> Router {
     let reporting = Router::new()
         .route("/internal/v1/nodes/{id}/tasks/{task_id}/result", post(result::record))
         .route_layer(Extension(BodyLimit(RESULT_BYTES)));
+    let streaming = Router::new().route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream));
     let waiting = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(wait::wait));
 
     let within = RequestTimeout(REQUEST_WITHIN);
     let routes = bounded(enrolling, within, Concurrency::at_most(256))
         .merge(bounded(speaking, within, Concurrency::at_most(1024)))
         .merge(bounded(reporting, within, Concurrency::at_most(1024)))
+        .merge(bounded(streaming, within, Concurrency::at_most(1024)))
         // A parked wait costs a few kilobytes, so there may be as many as there are connections.
         .merge(bounded(waiting, RequestTimeout(WAIT_WITHIN), Concurrency::at_most(65_536)))
         .layer(axum::middleware::map_response(never_stored))

@@ -1,13 +1,26 @@
-//! Agents that wait for work. A parked poll is no actor: it is one entry here, woken when its node has something to fetch.
+//! Those who wait for something to happen to an entity: agents for work of their node, ends of a terminal for the session's end. One
+//! who waits is no actor: it is one entry here, woken by the effect of a commit.
 
 use dashmap::DashMap;
 use domain::NodeId;
+use std::hash::Hash;
 use std::sync::Arc;
 use tokio::sync::Notify;
 
-/// The polls that are parked in this process.
-#[derive(Clone, Default)]
-pub struct Polls(Arc<DashMap<NodeId, Parked>>);
+/// What is parked in this process, by what it waits for.
+pub struct Polls<K: Eq + Hash = NodeId>(Arc<DashMap<K, Parked>>);
+
+impl<K: Eq + Hash> Clone for Polls<K> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<K: Eq + Hash> Default for Polls<K> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
 
 struct Parked {
     wake: Arc<Notify>,
@@ -15,23 +28,23 @@ struct Parked {
 }
 
 /// One parked poll; it leaves when it is dropped.
-pub struct Poll {
-    node: NodeId,
+pub struct Poll<K: Eq + Hash = NodeId> {
+    node: K,
     wake: Arc<Notify>,
-    polls: Polls,
+    polls: Polls<K>,
 }
 
-impl Polls {
+impl<K: Eq + Hash + Copy> Polls<K> {
     /// Parks a poll. To be done before the node is asked for work, so that work which comes in between is not missed.
     #[must_use]
-    pub fn park(&self, node: NodeId) -> Poll {
+    pub fn park(&self, node: K) -> Poll<K> {
         let mut parked = self.0.entry(node).or_insert_with(|| Parked { wake: Arc::default(), polls: 0 });
         parked.polls += 1;
         Poll { node, wake: Arc::clone(&parked.wake), polls: self.clone() }
     }
 
     /// Wakes the polls of `node`, if any are parked here.
-    pub fn wake(&self, node: NodeId) {
+    pub fn wake(&self, node: K) {
         if let Some(parked) = self.0.get(&node) {
             parked.wake.notify_waiters();
         }
@@ -44,14 +57,14 @@ impl Polls {
     }
 }
 
-impl Poll {
+impl<K: Eq + Hash> Poll<K> {
     /// Completes at the next wake after this call; create it before asking the node, await it after.
     pub fn woken(&self) -> tokio::sync::futures::Notified<'_> {
         self.wake.notified()
     }
 }
 
-impl Drop for Poll {
+impl<K: Eq + Hash> Drop for Poll<K> {
     fn drop(&mut self) {
         let last = |parked: &mut Parked| {
             parked.polls -= 1;
@@ -69,7 +82,7 @@ mod tests {
     #[tokio::test]
     async fn a_wake_reaches_every_poll_of_the_node_and_no_other() {
         let (polls, node, other) =
-            (Polls::default(), NodeId(uuid::Uuid::from_u128(1)), NodeId(uuid::Uuid::from_u128(2)));
+            (Polls::<NodeId>::default(), NodeId(uuid::Uuid::from_u128(1)), NodeId(uuid::Uuid::from_u128(2)));
         let (first, second, elsewhere) = (polls.park(node), polls.park(node), polls.park(other));
         let mut waits = [Box::pin(first.woken()), Box::pin(second.woken()), Box::pin(elsewhere.woken())];
         for wait in &mut waits {
@@ -84,7 +97,7 @@ mod tests {
 
     #[test]
     fn the_entry_goes_with_the_last_poll() {
-        let (polls, node) = (Polls::default(), NodeId(uuid::Uuid::from_u128(1)));
+        let (polls, node) = (Polls::<NodeId>::default(), NodeId(uuid::Uuid::from_u128(1)));
         let (first, second) = (polls.park(node), polls.park(node));
         drop(first);
         assert_eq!(polls.nodes(), 1);

@@ -11,6 +11,7 @@ use crate::polls::Polls;
 use crate::probe::Probe;
 use crate::rate_limit::RateLimiter;
 use crate::runtime::Runtime;
+use crate::terminal::Terminals;
 use crate::tls::connections::Connections;
 use actors::Directory;
 use actors::ports::World;
@@ -36,6 +37,8 @@ pub struct Parts {
     pub jwks_refresh_token: Option<InternalToken>,
     pub probe: Probe,
     pub polls: Polls,
+    /// The ends of terminal sessions that are in this process.
+    pub terminals: Terminals,
     pub connections: Connections,
     pub figures: Figures,
     /// How many of the traces that begin here are sampled.
@@ -72,6 +75,10 @@ pub struct Trust {
 pub struct Addresses {
     pub public_url: String,
     pub node_url: String,
+    /// Where users' terminals connect; `wss://`.
+    pub terminal_url: String,
+    /// Whose pages may open terminals, beside those of the public URL.
+    pub terminal_origins: Vec<String>,
 }
 
 impl Trust {

@@ -6,7 +6,7 @@ use domain::TaskType;
 use domain::node::{Order, Place, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, Provision, Reboot, Release, Task, TaskPayload};
+use wire::task::{Envelope, OpenTerminal, Provision, Reboot, Release, Task, TaskPayload};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -69,6 +69,12 @@ fn task(order: &Order) -> Option<Task> {
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             devices: devices(place),
+        }),
+        What::OpenTerminal { place, session_id, ends_at } => Task::OpenTerminal(OpenTerminal {
+            session_id: session_id.0,
+            allocation_id: place.allocation_id.0,
+            user_name: place.placed.user_name.clone(),
+            ends_at: *ends_at,
         }),
         What::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
         What::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
@@ -159,7 +165,9 @@ mod tests {
     fn what_agents_may_do_twice_is_what_is_offered_twice() {
         let now = Timestamp::UNIX_EPOCH;
         let boot_id = Some(Uuid::from_u128(9).to_string());
-        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }]
+        let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
+        let terminal = What::OpenTerminal { place: place(), session_id, ends_at: now };
+        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }, terminal]
             .into_iter()
             .chain(TaskType::ORDERED.map(|task_type| What::OfNode { task_type, boot_id: boot_id.clone() }));
         for what in orders {
@@ -206,5 +214,19 @@ mod tests {
         let release = payload(NodeId(Uuid::from_u128(1)), &order(until, release()), now);
         let expected = Release { allocation_id: Uuid::from_u128(2), user_name: "gpu-2".into(), devices };
         assert_eq!(release.task, Task::Release(expected));
+        let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
+        let ends_at = now + TimeDelta::hours(4);
+        let open = payload(
+            NodeId(Uuid::from_u128(1)),
+            &order(until, What::OpenTerminal { place: place(), session_id, ends_at }),
+            now,
+        );
+        let expected = OpenTerminal {
+            session_id: session_id.0,
+            allocation_id: Uuid::from_u128(2),
+            user_name: "gpu-2".into(),
+            ends_at,
+        };
+        assert_eq!((open.task, open.expires_at), (Task::OpenTerminal(expected), until));
     }
 }

@@ -24,6 +24,12 @@ pub(crate) fn figures() -> crate::figures::Figures {
     crate::figures::Figures::register(&prometheus::Registry::new()).unwrap()
 }
 
+/// The ends of terminals of a replica that stands alone.
+pub(crate) fn terminals() -> crate::terminal::Terminals {
+    let secret = secrecy::SecretSlice::from(vec![7; 32]);
+    crate::terminal::Terminals::register(&prometheus::Registry::new(), None, secret).unwrap()
+}
+
 /// A key ring of one key.
 pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
     let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";

@@ -23,16 +23,19 @@ pub enum Purpose {
     Enrollment,
     /// Lets a service account get access tokens (specification, "Authentication" 8).
     ServiceAccountKey,
+    /// Lets one connection into a terminal session (specification, "Authentication" 7).
+    Terminal,
 }
 
 impl Purpose {
-    pub const ALL: [Self; 2] = [Self::Enrollment, Self::ServiceAccountKey];
+    pub const ALL: [Self; 3] = [Self::Enrollment, Self::ServiceAccountKey, Self::Terminal];
 
     #[must_use]
     pub const fn prefix(self) -> &'static str {
         match self {
             Self::Enrollment => "gpuenr_",
             Self::ServiceAccountKey => "gpusak_",
+            Self::Terminal => "gputrm_",
         }
     }
 }

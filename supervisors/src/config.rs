@@ -31,6 +31,10 @@ pub struct Config {
     /// Lets the operator's tools read this process's stats.
     pub stats_token: Option<InternalToken>,
     pub public_url: String,
+    /// Where users' terminals connect.
+    pub terminal_url: String,
+    /// Whose pages may open terminals, beside those of the public URL.
+    pub terminal_origins: Vec<String>,
     pub node_public_url: String,
     pub tls_cert: PathBuf,
     pub tls_key: PathBuf,
@@ -71,6 +75,8 @@ pub enum Role {
     Api,
     /// The API for node agents, over mutual TLS.
     NodeApi,
+    /// Users' terminals.
+    TerminalGateway,
     /// Shards and the entities in them.
     Entities,
     /// Turns events into commands.
@@ -80,13 +86,15 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Self; 5] = [Self::Api, Self::NodeApi, Self::Entities, Self::Provisioning, Self::OutboxRelay];
+    pub const ALL: [Self; 6] =
+        [Self::Api, Self::NodeApi, Self::TerminalGateway, Self::Entities, Self::Provisioning, Self::OutboxRelay];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Api => "api",
             Self::NodeApi => "node-api",
+            Self::TerminalGateway => "terminal-gateway",
             Self::Entities => "entities",
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
@@ -140,6 +148,8 @@ impl Config {
             node_proxies: node_proxies(optional)?,
             operations_listen: address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464")?,
             stats_token: internal_token("INTERNAL_STATS_TOKEN")?,
+            terminal_url: optional("SVC_TERMINAL_URL").unwrap_or_else(|| terminal_url(&public_url)),
+            terminal_origins: list("SVC_TERMINAL_ORIGINS"),
             public_url,
             node_public_url,
             tls_cert: required("SVC_TLS_CERT_PATH", "the server certificate chain, PEM")?.into(),
@@ -309,6 +319,11 @@ fn parsed_networks(name: &str, text: &str) -> anyhow::Result<Vec<IpNet>> {
     items(text).into_iter().map(parse).collect()
 }
 
+/// The gateway at the public URL.
+fn terminal_url(public_url: &str) -> String {
+    format!("{}{}", public_url.trim_end_matches('/').replacen("http", "ws", 1), edge::terminal::PATH)
+}
+
 fn default_member_name() -> String {
     let host = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
     format!("{}-{}", host.unwrap_or_else(|| "member".to_owned()), std::process::id())
@@ -420,6 +435,11 @@ mod tests {
             let error = package(of(&[(name, value)])).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         }
+    }
+
+    #[test]
+    fn terminals_are_at_the_public_url_unless_told() {
+        assert_eq!(terminal_url("https://gpu.example/"), "wss://gpu.example/ws/v1/terminal");
     }
 
     #[test]

@@ -37,6 +37,7 @@ use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
 use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
+use edge::terminal::Terminals;
 use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
@@ -95,6 +96,7 @@ struct Process {
     ring: Arc<KeyRing>,
     keeper: Arc<Keeper>,
     polls: Polls,
+    terminals: Terminals,
     connections: Connections,
     stop_listening: CancellationToken,
     /// Ends when the last connection of the last listener is closed.
@@ -147,6 +149,8 @@ impl Process {
         let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
+        let relay_secret = trust::terminal_relay(&secrets).await?;
+        let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
         let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
         secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
@@ -163,6 +167,7 @@ impl Process {
         });
         let effects = Nudges {
             polls: polls.clone(),
+            terminals: terminals.clone(),
             connections: connections.clone(),
             here: Arc::clone(&here),
             keys_changed,
@@ -239,6 +244,7 @@ impl Process {
             ring,
             keeper,
             polls,
+            terminals,
             connections,
             stop_listening: CancellationToken::new(),
             listeners: TaskTracker::new(),
@@ -264,13 +270,19 @@ impl Process {
             jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
+            terminals: self.terminals.clone(),
             connections: self.connections.clone(),
             figures: Figures::register(&self.registry)?,
             sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
             stats_token: config.stats_token.clone(),
             trust,
             platform_roles: PlatformRoleCounters::register(&self.registry)?,
-            addresses: Addresses { public_url: config.public_url.clone(), node_url: config.node_public_url.clone() },
+            addresses: Addresses {
+                public_url: config.public_url.clone(),
+                node_url: config.node_public_url.clone(),
+                terminal_url: config.terminal_url.clone(),
+                terminal_origins: config.terminal_origins.clone(),
+            },
             package: config.package.clone(),
             stopping: self.stop_listening.clone(),
         }))
@@ -329,18 +341,22 @@ impl Process {
             "orphans",
             work(&orphans, |(reactor, bus, host, relay)| async move { reactor.poll(&bus, &host, &relay).await }),
         );
-        for (name, stream) in [("provisioning-events", Stream::Provisioning), ("node-events", Stream::Nodes)] {
+        for (name, stream) in [
+            ("provisioning-events", Stream::Provisioning),
+            ("node-events", Stream::Nodes),
+            ("terminal-events", Stream::Terminals),
+        ] {
             let consumer = (reactor.clone(), self.bus.clone());
             works.insert(
                 name,
                 work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }),
             );
         }
-        let nudges = (self.bus.clone(), self.polls.clone(), self.connections.clone());
+        let nudges = (self.bus.clone(), self.polls.clone(), self.terminals.clone(), self.connections.clone());
         works.insert(
             "nudges",
-            work(&nudges, |(bus, polls, connections)| async move {
-                bus.on_nudges(|nudge| act(nudge, &polls, &connections)).await
+            work(&nudges, |(bus, polls, terminals, connections)| async move {
+                bus.on_nudges(|nudge| act(nudge, &polls, &terminals, &connections)).await
             }),
         );
         let keys = (self.bus.clone(), services.authenticator.jwks().clone());
@@ -364,13 +380,19 @@ impl Process {
             tickets: Some(Arc::new(tickets.under([0; 32]))),
         })?;
         let mut listening = Vec::new();
-        if config.roles.contains(&Role::Api) {
+        let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
+            (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
+            (true, false) => Some(edge::api::router(services.clone())),
+            (false, true) => Some(edge::terminal::router(services.clone())),
+            (false, false) => None,
+        };
+        if let Some(router) = public {
             listening.push((
                 "public-api",
                 Listening {
                     at: bind(config.public_listen).await?,
                     tls: Arc::new(ArcSwap::from_pointee(tls)),
-                    router: edge::api::router(services.clone()),
+                    router,
                     connections: self.connections.clone(),
                     trust_domain: None,
                     proxies: None,
@@ -493,6 +515,7 @@ impl Listening {
 /// What is done at once after a commit: here directly, at the other replicas by a word over NATS.
 struct Nudges {
     polls: Polls,
+    terminals: Terminals,
     connections: Connections,
     here: Arc<Here>,
     keys_changed: Arc<Notify>,
@@ -504,19 +527,21 @@ impl Effects for Nudges {
         let nudge = match effect {
             Effect::WakeNode(node) => Nudge::Wake(node),
             Effect::CloseNode(node) => Nudge::Close(node),
+            Effect::WakeTerminal(session) => Nudge::Terminal(session),
             // The others hear of the event.
             Effect::ReadPolicy => return self.here.policy_written.notify_one(),
             Effect::ReadKeys => return self.keys_changed.notify_one(),
         };
-        act(nudge, &self.polls, &self.connections);
+        act(nudge, &self.polls, &self.terminals, &self.connections);
         let bus = self.bus.clone();
         tokio::spawn(async move { bus.nudge(nudge).await });
     }
 }
 
-fn act(nudge: Nudge, polls: &Polls, connections: &Connections) {
+fn act(nudge: Nudge, polls: &Polls, terminals: &Terminals, connections: &Connections) {
     match nudge {
         Nudge::Wake(node) => polls.wake(node),
+        Nudge::Terminal(session) => terminals.wake(session),
         Nudge::Close(node) => {
             polls.wake(node);
             connections.close_node(node.0);

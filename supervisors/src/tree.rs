@@ -69,12 +69,25 @@ pub const TREE: &[Row] = &[
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
+    row("terminal-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream TERMINALS"),
     row("edge", "root", EVERY, BOUNDED, "what listens"),
     row("operations", "edge", EVERY, ALWAYS, "figures, health and stats for operators, in clear"),
-    row("public-api", "edge", &[Role::Api], ALWAYS, "HTTPS for users and administrators"),
+    row(
+        "public-api",
+        "edge",
+        &[Role::Api, Role::TerminalGateway],
+        ALWAYS,
+        "HTTPS for users and administrators, and their terminals",
+    ),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
     row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
-    row("nudges", "edge", &[Role::NodeApi], ALWAYS, "wakes parked polls that other members' commits concern"),
+    row(
+        "nudges",
+        "edge",
+        &[Role::NodeApi, Role::TerminalGateway],
+        ALWAYS,
+        "wakes parked polls and terminals that other members' commits concern",
+    ),
 ];
 
 /// Rows without which a process serves on for a good while.

@@ -53,6 +53,14 @@ pub async fn tickets(secrets: &Secrets) -> anyhow::Result<SharedTickets> {
     Ok(SharedTickets::new(secret.value)?)
 }
 
+/// Of which the keys are made that seal terminals between two replicas.
+///
+/// # Errors
+/// As [`load`].
+pub async fn terminal_relay(secrets: &Secrets) -> anyhow::Result<SecretSlice<u8>> {
+    Ok(secrets.get_or_create("terminal_relay", || (random(32), json!({}))).await?.value)
+}
+
 /// What signs the access tokens of service accounts.
 ///
 /// # Errors

@@ -11,4 +11,5 @@ pub mod provisioning;
 pub mod reactor;
 pub mod relay;
 pub mod rewrap;
+mod terminals;
 pub mod timers;

@@ -30,5 +30,6 @@ mod service_accounts;
 mod sweep;
 mod system_executor;
 mod tasks;
+mod terminal;
 mod tidy;
 mod tool;

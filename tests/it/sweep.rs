@@ -118,6 +118,11 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
     let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
     let account_key = world.user.once(Method::POST, &account_key, None).await.created();
+    // What is rented by somebody, and a shell on it.
+    world.node("swept-alive").await;
+    let alive = world.rent("swept-alive", 1).await;
+    alive.expect_state("active").await;
+    let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
     let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
@@ -133,6 +138,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
             ("{worker}", "rest".to_owned()),
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
@@ -187,7 +194,12 @@ async fn tried(by: &Client, operation: &Operation, path: &str) -> u16 {
     let content = &described["requestBody"]["content"];
     let (json, form) = (&content["application/json"], &content["application/x-www-form-urlencoded"]);
     if !json.is_null() {
-        request = request.json(&json["example"]);
+        let mut body = json["example"].clone();
+        // The example names a session that is nobody's; without one the token is for a new one.
+        if path.ends_with("/terminal-tokens") {
+            body = json!({});
+        }
+        request = request.json(&body);
     } else if !form.is_null() {
         request = request.form(&form["example"]);
     }
@@ -299,6 +311,7 @@ async fn every_route_of_the_node_api_is_a_nodes_own() {
     for route in PAGE {
         let (method, path) = (Method::from_bytes(route.method.as_bytes()).unwrap(), route.path);
         let path = path.trim_start_matches("/internal/v1/nodes/{id}/").replace("{task_id}", &Uuid::nil().to_string());
+        let path = path.replace("{session_id}", &Uuid::nil().to_string());
         let path = if path.ends_with("/wait") { format!("{path}?timeout_seconds=1") } else { path };
         let (none, others) = (&nobody, other.client_without_pool());
         let removeds = removed.client_without_pool();

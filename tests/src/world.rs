@@ -32,6 +32,7 @@ pub mod recovering;
 mod store;
 mod stored;
 pub mod tenants;
+pub mod terminal;
 
 use client::Client;
 pub use end::Declared;

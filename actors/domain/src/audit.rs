@@ -69,6 +69,13 @@ actions! {
     AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";
     AllocationsForceRelease "allocations.force_release": "an operator ended an allocation without proof of clean-up";
 
+    TerminalsOpen "terminals.open": "the user of an active allocation opened a terminal session";
+    TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
+    TerminalsAttach "terminals.attach": "a connection was let in with a token, before its upgrade";
+    TerminalsRefuseToken "terminals.refuse_token": "a terminal token was refused, with its true cause; at most one row a minute and session";
+    TerminalsClose "terminals.close": "a terminal session ended by itself, with its allocation, or at its lifetime";
+    TerminalsKill "terminals.kill": "an administrator closed a terminal session";
+
     SkusCreate "skus.create": "an administrator made a catalog entry";
     SkusUpdate "skus.update": "an administrator revised a catalog entry";
     SkusApprove "skus.approve": "one of the two approvals of a change of status";

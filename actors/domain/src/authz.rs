@@ -156,6 +156,10 @@ pub enum Action {
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
     Release,
+    /// Open terminals on what one rents oneself, and connect to them. A service account opens none. The machine checks whose it is.
+    OpenTerminals,
+    /// See everybody's terminal sessions, and close them.
+    OperateTerminals,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -168,7 +172,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -181,6 +185,8 @@ impl Action {
         Self::RotateKeys,
         Self::Rent,
         Self::Release,
+        Self::OpenTerminals,
+        Self::OperateTerminals,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -195,13 +201,14 @@ impl Action {
             | Self::ManageSkus
             | Self::OperateRuntime
             | Self::RescueAllocations
+            | Self::OperateTerminals
             | Self::ManagePolicy => Rule::Admin,
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
-            Self::KeepServiceAccounts => Rule::Person,
+            Self::KeepServiceAccounts | Self::OpenTerminals => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }

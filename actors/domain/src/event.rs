@@ -5,11 +5,12 @@
 //! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
 
 use crate::allocation::{self, Placed};
-use crate::id::{AllocationId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId};
+use crate::id::{AllocationId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId, TerminalSessionId};
 use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
 use crate::policy;
+use crate::terminal_session;
 use serde::{Deserialize, Serialize};
 
 /// A GPU as the node's driver names it.
@@ -24,36 +25,143 @@ pub struct Device {
 #[serde(tag = "fact", rename_all = "snake_case")]
 pub enum Event {
     // The allocation's saga speaks.
-    AllocationRequested { allocation_id: AllocationId },
-    ProvisioningStarted { allocation_id: AllocationId, node_id: NodeId, deadline_at: Timestamp },
-    AllocationActive { allocation_id: AllocationId, node_id: NodeId },
-    ProvisioningFailed { allocation_id: AllocationId, node_id: Option<NodeId>, reason: String },
-    ReservationUnwanted { allocation_id: AllocationId, node_id: NodeId },
-    ReleaseRequested { allocation_id: AllocationId, node_id: NodeId, attempt: u32, deadline_at: Timestamp },
-    ReleaseFailed { allocation_id: AllocationId, node_id: NodeId, attempt: u32, reason: String },
-    ReleaseExhausted { allocation_id: AllocationId, node_id: NodeId, attempt: u32 },
-    ReleaseForced { allocation_id: AllocationId, node_id: NodeId },
-    AllocationReleased { allocation_id: AllocationId, user_id: String, node_id: Option<NodeId>, reason: String },
+    AllocationRequested {
+        allocation_id: AllocationId,
+    },
+    ProvisioningStarted {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        deadline_at: Timestamp,
+    },
+    AllocationActive {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+    },
+    ProvisioningFailed {
+        allocation_id: AllocationId,
+        node_id: Option<NodeId>,
+        reason: String,
+    },
+    ReservationUnwanted {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+    },
+    ReleaseRequested {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        attempt: u32,
+        deadline_at: Timestamp,
+    },
+    ReleaseFailed {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        attempt: u32,
+        reason: String,
+    },
+    ReleaseExhausted {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        attempt: u32,
+    },
+    ReleaseForced {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+    },
+    AllocationReleased {
+        allocation_id: AllocationId,
+        user_id: String,
+        node_id: Option<NodeId>,
+        reason: String,
+    },
+
+    /// Its terminal sessions are over.
+    TerminalsUnwanted {
+        allocation_id: AllocationId,
+        user_id: String,
+    },
 
     // The node speaks.
-    NodeStateChanged { node_id: NodeId, from: Option<String>, to: String, reason: String },
-    DevicesReserved { node_id: NodeId, allocation_id: AllocationId, placed: Placed },
-    TenantReady { node_id: NodeId, allocation_id: AllocationId },
-    TenantFailed { node_id: NodeId, allocation_id: AllocationId, reason: String },
-    TenantGone { node_id: NodeId, allocation_id: AllocationId, attempt: u32 },
-    TenantRemains { node_id: NodeId, allocation_id: AllocationId, attempt: u32, reason: String },
+    NodeStateChanged {
+        node_id: NodeId,
+        from: Option<String>,
+        to: String,
+        reason: String,
+    },
+    DevicesReserved {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        placed: Placed,
+    },
+    TenantReady {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+    },
+    TenantFailed {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        reason: String,
+    },
+    TenantGone {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+    TenantRemains {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        attempt: u32,
+        reason: String,
+    },
+
+    /// The agent could not begin the session.
+    TerminalFailed {
+        session_id: TerminalSessionId,
+        node_id: NodeId,
+        reason: String,
+    },
+
+    // The terminal session speaks.
+    TerminalOpened {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        ends_at: Timestamp,
+        /// From then on nobody waits for it.
+        begin_until: Timestamp,
+    },
+    TerminalClosed {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        reason: String,
+    },
 
     // The tenant speaks.
-    AllocationCounted { allocation_id: AllocationId },
+    AllocationCounted {
+        allocation_id: AllocationId,
+    },
 
     // The catalog speaks.
-    SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
+    SkuStateChanged {
+        sku_id: SkuId,
+        from: Option<String>,
+        to: String,
+    },
 
     // An administrator has set a value or taken one back: what every process remembers of the policy is old.
-    PolicyWritten { policy_id: PolicyId, value_id: PolicyValueId, policy: policy::Key, effective_at: Timestamp },
+    PolicyWritten {
+        policy_id: PolicyId,
+        value_id: PolicyValueId,
+        policy: policy::Key,
+        effective_at: Timestamp,
+    },
 
     // An operator has rotated keys: what every process remembers of them is old.
-    TrustChanged { set_id: KeySetId, purpose: Purpose, version: u64 },
+    TrustChanged {
+        set_id: KeySetId,
+        purpose: Purpose,
+        version: u64,
+    },
 }
 
 /// A JetStream stream.
@@ -62,10 +170,11 @@ pub enum Stream {
     Provisioning,
     Nodes,
     Policy,
+    Terminals,
 }
 
 impl Stream {
-    pub const ALL: [Self; 3] = [Self::Provisioning, Self::Nodes, Self::Policy];
+    pub const ALL: [Self; 4] = [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -73,6 +182,7 @@ impl Stream {
             Self::Provisioning => "PROVISIONING",
             Self::Nodes => "NODES",
             Self::Policy => "POLICY",
+            Self::Terminals => "TERMINALS",
         }
     }
 
@@ -83,6 +193,7 @@ impl Stream {
             Self::Provisioning => &["provisioning.>"],
             Self::Nodes => &["node.>", "sku.>"],
             Self::Policy => &["policy.>"],
+            Self::Terminals => &["terminal.>"],
         }
     }
 }
@@ -96,6 +207,12 @@ pub enum Reaction {
     Place(AllocationId),
     Node(NodeId, node::Command),
     Allocation(AllocationId, allocation::Command),
+    Terminal(TerminalSessionId, terminal_session::Command),
+    /// The provisioning worker closes the terminal sessions of the user's allocation.
+    CloseTerminals {
+        allocation_id: AllocationId,
+        user_id: String,
+    },
     Tenant {
         user_id: String,
         command: crate::tenant::Command,
@@ -109,7 +226,7 @@ impl Event {
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Nodes, Policy, Provisioning};
+        use Stream::{Nodes, Policy, Provisioning, Terminals};
         match self {
             Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
             Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
@@ -121,12 +238,16 @@ impl Event {
             Self::ReleaseExhausted { .. } => ("provisioning.release_exhausted", Provisioning),
             Self::ReleaseForced { .. } => ("provisioning.release_forced", Provisioning),
             Self::AllocationReleased { .. } => ("provisioning.released", Provisioning),
+            Self::TerminalsUnwanted { .. } => ("terminal.unwanted", Terminals),
             Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
             Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
             Self::TenantReady { .. } => ("node.tenant_ready", Nodes),
             Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
             Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
             Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
+            Self::TerminalFailed { .. } => ("terminal.failed", Terminals),
+            Self::TerminalOpened { .. } => ("terminal.opened", Terminals),
+            Self::TerminalClosed { .. } => ("terminal.closed", Terminals),
             Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
@@ -155,6 +276,7 @@ impl Event {
             | Self::ReleaseExhausted { allocation_id, .. }
             | Self::ReleaseForced { allocation_id, .. }
             | Self::AllocationReleased { allocation_id, .. }
+            | Self::TerminalsUnwanted { allocation_id, .. }
             | Self::AllocationCounted { allocation_id } => EntityRef { kind: Kind::Allocation, id: allocation_id.0 },
             Self::NodeStateChanged { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
@@ -162,6 +284,9 @@ impl Event {
             | Self::TenantFailed { node_id, .. }
             | Self::TenantGone { node_id, .. }
             | Self::TenantRemains { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
+            Self::TerminalFailed { session_id, .. }
+            | Self::TerminalOpened { session_id, .. }
+            | Self::TerminalClosed { session_id, .. } => EntityRef { kind: Kind::TerminalSession, id: session_id.0 },
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
             Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
             Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
@@ -214,6 +339,16 @@ impl Event {
             Self::AllocationCounted { allocation_id } => {
                 Reaction::Allocation(allocation_id, ToAllocation::StillCounted)
             }
+            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until } => {
+                Reaction::Node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until })
+            }
+            Self::TerminalFailed { session_id, node_id, reason } => {
+                Reaction::Terminal(session_id, terminal_session::Command::Fail { node_id, code: reason })
+            }
+            Self::TerminalClosed { session_id, allocation_id, node_id, .. } => {
+                Reaction::Node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
+            }
+            Self::TerminalsUnwanted { allocation_id, user_id } => Reaction::CloseTerminals { allocation_id, user_id },
             Self::AllocationActive { .. }
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
@@ -239,6 +374,7 @@ mod tests {
         let node_id = NodeId(Uuid::from_u128(2));
         let deadline_at = Timestamp::UNIX_EPOCH;
         let text = || "x".to_owned();
+        let session_id = TerminalSessionId(Uuid::from_u128(6));
         let placed = Placed {
             devices: vec![Device { index: 0, uuid: text() }],
             host: text(),
@@ -273,6 +409,16 @@ mod tests {
                 effective_at: deadline_at,
             },
             Event::TrustChanged { set_id: KeySetId(Uuid::from_u128(6)), purpose: Purpose::NodeCa, version: 1 },
+            Event::TerminalsUnwanted { allocation_id, user_id: text() },
+            Event::TerminalFailed { session_id, node_id, reason: text() },
+            Event::TerminalOpened {
+                session_id,
+                allocation_id,
+                node_id,
+                ends_at: deadline_at,
+                begin_until: deadline_at,
+            },
+            Event::TerminalClosed { session_id, allocation_id, node_id, reason: text() },
         ]
     }
 
@@ -299,6 +445,10 @@ mod tests {
             Event::AllocationCounted { .. } => 17,
             Event::PolicyWritten { .. } => 18,
             Event::TrustChanged { .. } => 19,
+            Event::TerminalsUnwanted { .. } => 20,
+            Event::TerminalFailed { .. } => 21,
+            Event::TerminalOpened { .. } => 22,
+            Event::TerminalClosed { .. } => 23,
         }
     }
 
@@ -329,6 +479,8 @@ mod tests {
                 Reaction::Node(_, command) => format!("node {}", command.name()),
                 Reaction::Allocation(_, command) => format!("allocation {}", command.name()),
                 Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
+                Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
+                Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
             };
             let fact = json["fact"].as_str().unwrap();
             let (subject, stream) = event.row();

@@ -68,6 +68,8 @@ typed_id! {
     PolicyId,
     /// One policy value that was written.
     PolicyValueId,
+    /// One shell on an allocation's machine.
+    TerminalSessionId,
     /// The keys of one purpose.
     KeySetId,
 }
@@ -115,6 +117,8 @@ kinds! {
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.
     Policy = "policy": crate::policy::ScopeValues,
+    /// One shell on an allocation's machine, and who is connected to it.
+    TerminalSession = "terminal_session": crate::terminal_session::TerminalSession,
     /// The keys of one purpose, and where each stands in its rotation.
     KeySet = "key_set": crate::key_set::KeySet,
     /// What operators had done to a part of the running cluster.

@@ -6,6 +6,7 @@ use crate::id::{AllocationId, Kind, NodeId};
 use crate::machine::{Machine, Timestamp};
 use crate::node::{HoldPhase, Life, Node};
 use crate::service_account::ServiceAccount;
+use crate::terminal_session::{SPENT, TerminalSession};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// I1: an acknowledged transition is never lost, an unacknowledged one applied at most once. Given what was acknowledged and
@@ -139,6 +140,28 @@ pub const fn allocation_is_transient(allocation: &Allocation) -> bool {
         | Phase::ReleaseFailed { .. } => true,
         Phase::Active { .. } | Phase::Released { .. } => false,
     }
+}
+
+/// I4, for terminals: each connection that was let in spent a token of its own. Given how many connections each token let in.
+#[must_use]
+pub fn a_terminal_token_lets_one_in<T: Ord>(session: &TerminalSession, let_in: &BTreeMap<T, u32>) -> bool {
+    let distinct: BTreeSet<_> = session.spent.iter().collect();
+    let remembered = usize::try_from(session.attachments).unwrap_or(usize::MAX).min(SPENT);
+    i4_a_token_is_consumed_once(let_in) && distinct.len() == session.spent.len() && distinct.len() == remembered
+}
+
+/// I4, as far as a stored session shows it: what it has let in is what it has spent, and what is spent is not offered again.
+#[must_use]
+pub fn a_spent_terminal_token_is_gone(session: &TerminalSession) -> bool {
+    let nothing_more = BTreeMap::<u8, u32>::new();
+    let offered = session.token.as_ref().is_some_and(|token| session.spent.contains(&token.sha256));
+    a_terminal_token_lets_one_in(session, &nothing_more) && !offered
+}
+
+/// Is this session on its way somewhere? Whatever it does, it has an end.
+#[must_use]
+pub const fn terminal_session_is_transient(session: &TerminalSession) -> bool {
+    session.closed().is_none()
 }
 
 /// Is this node on its way somewhere?

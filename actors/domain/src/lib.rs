@@ -32,13 +32,14 @@ pub mod service_account;
 pub mod sku;
 pub mod task_type;
 pub mod tenant;
+pub mod terminal_session;
 
 pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
-    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
+    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

@@ -4,7 +4,7 @@ use crate::audit::Audit;
 use crate::authz::{Action, Principal};
 use crate::commit::Footing;
 use crate::event::Event;
-use crate::id::{Kind, NodeId};
+use crate::id::{Kind, NodeId, TerminalSessionId};
 use crate::policy::PolicyBook;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
@@ -233,6 +233,8 @@ pub enum Effect {
     WakeNode(NodeId),
     /// The node's identity is void: its connections are closed on every replica.
     CloseNode(NodeId),
+    /// Whoever holds an end of this session looks at it: it may be over, or somebody else's.
+    WakeTerminal(TerminalSessionId),
     /// This process should read the policy values now; the others hear of it by the event.
     ReadPolicy,
     /// This process should read the keys in force now; the others hear of it by the event.

@@ -19,6 +19,7 @@ mod onboarding;
 mod recovery;
 mod tasks;
 mod tenancy;
+mod terminals;
 #[cfg(test)]
 mod tests;
 
@@ -26,7 +27,7 @@ use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
 use crate::event::{Device, Event};
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TokenId};
+use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,7 @@ pub use onboarding::{Certificate, Enrollment, Identity, Token};
 pub use recovery::{Nonce, Recovery, Reissue};
 pub use tasks::{NodeTask, TaskPhase};
 pub use tenancy::{Hold, HoldPhase, Order, Place, Verdict, What, Work, user_name};
+pub use terminals::TerminalOrder;
 
 /// Why an enrolled node is not active: it is not the machine that its SKU promises.
 const INVENTORY_MISMATCH: &str = "inventory_mismatch";
@@ -243,6 +245,10 @@ pub enum Command {
         #[serde(default)]
         output: Option<Value>,
     },
+    /// It wants nothing but to be known: it holds its end of a terminal.
+    Identify {
+        serial: String,
+    },
 
     // The saga tells.
     Reserve {
@@ -273,6 +279,18 @@ pub enum Command {
     Abandon {
         allocation_id: AllocationId,
     },
+    /// A terminal session was opened.
+    OpenTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        ends_at: Timestamp,
+        begin_until: Timestamp,
+    },
+    /// A terminal session is over.
+    ForgetTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+    },
     Tick,
 }
 
@@ -296,6 +314,7 @@ impl machine::Command for Command {
             Self::Poll { .. } => "poll",
             Self::Heartbeat { .. } => "heartbeat",
             Self::Report { .. } => "report",
+            Self::Identify { .. } => "identify",
             Self::Reserve { .. } => "reserve",
             Self::Unreserve { .. } => "unreserve",
             Self::Provision { .. } => "provision",
@@ -303,6 +322,8 @@ impl machine::Command for Command {
             Self::MarkReleaseFailed { .. } => "mark_release_failed",
             Self::Fence { .. } => "fence",
             Self::Abandon { .. } => "abandon",
+            Self::OpenTerminal { .. } => "open_terminal",
+            Self::ForgetTerminal { .. } => "forget_terminal",
             Self::Tick => "tick",
         }
     }
@@ -325,7 +346,8 @@ impl machine::Command for Command {
             | Self::Renew { .. }
             | Self::Poll { .. }
             | Self::Heartbeat { .. }
-            | Self::Report { .. } => Action::SpeakForNode,
+            | Self::Report { .. }
+            | Self::Identify { .. } => Action::SpeakForNode,
             Self::Reserve { .. }
             | Self::Unreserve { .. }
             | Self::Provision { .. }
@@ -333,6 +355,8 @@ impl machine::Command for Command {
             | Self::MarkReleaseFailed { .. }
             | Self::Fence { .. }
             | Self::Abandon { .. }
+            | Self::OpenTerminal { .. }
+            | Self::ForgetTerminal { .. }
             | Self::Tick => Action::Advance,
         }
     }
@@ -563,6 +587,10 @@ impl Node {
             Command::Report { serial, task_id, attempt, verdict, output } => {
                 self.report(&serial, (task_id, attempt), verdict, output, ctx)
             }
+            Command::Identify { serial } => {
+                self.known(&serial, ctx)?;
+                Ok(Step::stay(Reply::Done))
+            }
             Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys, ctx),
             Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
             Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
@@ -574,6 +602,12 @@ impl Node {
             }
             Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
             Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Command::OpenTerminal { session_id, allocation_id, ends_at, begin_until } => {
+                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, ctx))
+            }
+            Command::ForgetTerminal { session_id, allocation_id } => {
+                Ok(self.forget_terminal(session_id, allocation_id))
+            }
             Command::Tick => Ok(self.stale_tasks(self.ask_again(self.tick(ctx), ctx), ctx)),
         }
     }

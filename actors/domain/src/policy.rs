@@ -118,6 +118,8 @@ policy_keys! {
     RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute": int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens, per address; who has a good token is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
+    TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
+    TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";
     TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Sessions are recorded.";
     TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails.";
     NotificationLowBalance = "notification.low_balance_enabled": switch(true), "Low-balance alerts.";

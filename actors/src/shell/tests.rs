@@ -82,6 +82,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
         Output::Perform(effect) => match effect {
             Effect::WakeNode(NodeId(id)) => format!("wake {}", id.as_u128()),
             Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
+            Effect::WakeTerminal(id) => format!("wake terminal {}", id.0.as_u128()),
             Effect::ReadPolicy => "read policy".to_owned(),
             Effect::ReadKeys => "read keys".to_owned(),
         },

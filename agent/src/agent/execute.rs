@@ -119,7 +119,9 @@ impl Agent {
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
         let known = match &payload.task {
             Task::Reboot(reboot) => restarted(reboot, self.boot_id),
-            Task::Provision(_) | Task::Release(_) | Task::Validate {} | Task::Diagnose {} => None,
+            Task::Provision(_) | Task::Release(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} => {
+                None
+            }
         };
         let unknown = || Err(Failure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
@@ -136,7 +138,7 @@ impl Agent {
     }
 
     async fn execute(
-        &self,
+        self: &Arc<Self>,
         payload: &TaskPayload,
         mut place: Place,
         slot: Option<OwnedSemaphorePermit>,
@@ -178,14 +180,13 @@ impl Agent {
         Some(result)
     }
 
-    async fn do_task(&self, payload: &TaskPayload) -> Result<Effect, Failure> {
+    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Result<Effect, Failure> {
         if let Task::Provision(provision) = &payload.task
             && self.journal.has_released(provision.allocation_id)
         {
             return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
         }
         let (executor, gpus) = (Arc::clone(&self.executor), Arc::clone(&self.gpus));
-        let task = payload.task.clone();
         let seal = Seal {
             node_id: self.config.node_id,
             task_id: payload.task_id,
@@ -193,15 +194,18 @@ impl Agent {
             boot_id: self.boot_id,
             key: self.recovery_key.clone(),
         };
-        tokio::task::spawn_blocking(move || match &task {
-            Task::Provision(provision) => executor.provision(provision).map(Effect::plain),
-            Task::Release(release) => seal.release(executor.as_ref(), release),
-            Task::Validate {} => executor.validate().map(Effect::plain),
-            Task::Diagnose {} => Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref()))),
-            Task::Reboot(reboot) => restarted(reboot, seal.boot_id).unwrap_or_else(|| Err(executor.reboot())),
-        })
-        .await
-        .unwrap_or_else(|panic| {
+        let done: Box<dyn FnOnce() -> Result<Effect, Failure> + Send> = match payload.task.clone() {
+            Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
+            Task::Release(release) => Box::new(move || seal.release(executor.as_ref(), &release)),
+            Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
+            Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref())))),
+            Task::Reboot(reboot) => {
+                Box::new(move || restarted(&reboot, seal.boot_id).unwrap_or_else(|| Err(executor.reboot())))
+            }
+            // A terminal lives on after its task, and is no matter of the executor's alone.
+            Task::OpenTerminal(open) => return self.open_terminal(&open).await.map(Effect::plain),
+        };
+        tokio::task::spawn_blocking(done).await.unwrap_or_else(|panic| {
             let message = format!("the executor ended without an answer: {panic}");
             Err(Failure::new("executor_panicked", message))
         })
@@ -219,6 +223,11 @@ impl Agent {
             };
             match answer {
                 Ok(_) => break Ended::Recorded,
+                // The session may be over by now, and nobody asks how it began.
+                Err(error) if error.status() == Some(StatusCode::NOT_FOUND) && self.is_terminal(task_id) => {
+                    info!("the session was over before its beginning was reported");
+                    break Ended::GivenUp;
+                }
                 Err(error) if is_refused_for_good(&error) => {
                     error!(
                         error_code = error.code(),
@@ -235,6 +244,10 @@ impl Agent {
             }
         };
         self.write(Line::Reported { task_id, attempt, ended, at: Utc::now() }).await;
+    }
+
+    fn is_terminal(&self, task_id: Uuid) -> bool {
+        self.journal.record(task_id).is_some_and(|record| matches!(record.payload.task, Task::OpenTerminal(_)))
     }
 
     async fn stopped_for(&self, length: Duration) {

@@ -17,6 +17,7 @@ use super::accounts::Account;
 use crate::executor::Failure;
 use crate::gpus::Gpus;
 use crate::store;
+use crate::terminal::Shell;
 
 const OF_NOBODY: u32 = 0o600;
 const OF_A_TENANT: u32 = 0o660;
@@ -68,6 +69,28 @@ impl Guard {
             hand(&node, 0, OF_NOBODY).map_err(refused(&node))?;
         }
         Ok(())
+    }
+
+    /// The shell, begun inside of the tenant's slice where there are slices: the devices that are not the tenant's are closed to it.
+    #[must_use]
+    pub fn in_slice(&self, account: &Account, shell: Shell) -> Shell {
+        if self.slices.is_none() {
+            return shell;
+        }
+        let uid = account.uid;
+        let mut arguments = vec![
+            "--quiet".to_owned(),
+            "--scope".to_owned(),
+            "--collect".to_owned(),
+            format!("--slice=user-{uid}.slice"),
+            format!("--uid={uid}"),
+            format!("--gid={uid}"),
+            "--".to_owned(),
+            shell.program.to_string_lossy().into_owned(),
+        ];
+        arguments.extend(shell.arguments);
+        // It gives root away itself, once the scope is there.
+        Shell { program: "systemd-run".into(), arguments, user: None, ..shell }
     }
 
     /// Forgets the tenant's slice.
@@ -166,6 +189,24 @@ mod tests {
     fn a_driver_that_opens_its_files_to_everybody_is_noticed() {
         assert!(modifies_device_files("ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\n"));
         assert!(!modifies_device_files("ModifyDeviceFiles: 0\nDeviceFileUID: 0\n"));
+    }
+
+    #[test]
+    fn a_shell_is_begun_in_the_tenant_s_slice_and_never_as_root() {
+        let account = Account { name: "gpu-1".into(), uid: 70_001 };
+        let shell = Shell {
+            program: "/bin/bash".into(),
+            arguments: vec!["-l".into()],
+            user: Some(70_001),
+            folder: "/home/gpu-1".into(),
+            environment: Vec::new(),
+        };
+        let mut guard = Guard { devices: "/dev".into(), slices: None };
+        assert_eq!(guard.in_slice(&account, shell.clone()), shell);
+        guard.slices = Some("/run/systemd/system".into());
+        let begun = guard.in_slice(&account, shell);
+        let line = begun.arguments.join(" ");
+        assert_eq!(line, "--quiet --scope --collect --slice=user-70001.slice --uid=70001 --gid=70001 -- /bin/bash -l");
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! | [`task`] | signed tasks and their results |
 //! | [`keys`] | whose task signatures an agent accepts, and how that changes |
 //! | [`proof`] | the signed report that a tenant's traces are gone |
+//! | [`terminal`] | a terminal's two ends |
 //! | [`error`] | the error envelope of every refused request |
 
 mod base64_bytes;
@@ -26,6 +27,7 @@ pub mod keys;
 pub mod proof;
 pub mod secret;
 pub mod task;
+pub mod terminal;
 
 pub use envelope::Envelope;
 pub use keys::{PublicKey, VerifierSet, Verifiers};

@@ -52,6 +52,9 @@ pub enum Task {
     /// Remove a tenant's place and prove that nothing is left. Idempotent.
     #[serde(rename = "allocation.release")]
     Release(Release),
+    /// Begin a tenant's terminal session. It happens once: the shell that it began may be in use.
+    #[serde(rename = "terminal.open")]
+    OpenTerminal(OpenTerminal),
     /// Look at the node and say whether it is fit for tenants. Idempotent.
     #[serde(rename = "node.validate")]
     Validate {},
@@ -92,6 +95,16 @@ pub struct Release {
     pub devices: Vec<Device>,
 }
 
+/// Parameters of `terminal.open`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenTerminal {
+    pub session_id: Uuid,
+    pub allocation_id: Uuid,
+    pub user_name: String,
+    /// The session's lifetime: from then on the agent keeps nothing of it, whoever says what.
+    pub ends_at: DateTime<Utc>,
+}
+
 impl Task {
     /// The value of `type` on the wire.
     #[must_use]
@@ -99,6 +112,7 @@ impl Task {
         match self {
             Self::Provision(_) => "allocation.provision",
             Self::Release(_) => "allocation.release",
+            Self::OpenTerminal(_) => "terminal.open",
             Self::Validate {} => "node.validate",
             Self::Diagnose {} => "diagnostics.collect",
             Self::Reboot(_) => "node.reboot",
@@ -111,6 +125,7 @@ impl Task {
         match self {
             Self::Provision(provision) => Some(provision.allocation_id),
             Self::Release(release) => Some(release.allocation_id),
+            Self::OpenTerminal(open) => Some(open.allocation_id),
             Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) => None,
         }
     }
@@ -120,7 +135,7 @@ impl Task {
     pub fn is_idempotent(&self) -> bool {
         match self {
             Self::Provision(_) | Self::Release(_) | Self::Validate {} | Self::Diagnose {} => true,
-            Self::Reboot(_) => false,
+            Self::OpenTerminal(_) | Self::Reboot(_) => false,
         }
     }
 }
@@ -201,8 +216,14 @@ pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, O
     })
 }
 
-const KINDS: [&str; 5] =
-    ["allocation.provision", "allocation.release", "node.validate", "diagnostics.collect", "node.reboot"];
+const KINDS: [&str; 6] = [
+    "allocation.provision",
+    "allocation.release",
+    "terminal.open",
+    "node.validate",
+    "diagnostics.collect",
+    "node.reboot",
+];
 
 fn kind_of(bytes: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(bytes).ok()?;

@@ -19,7 +19,8 @@ use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
 use wire::task::{
-    Device, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult, TaskStatus,
+    Device, OpenTerminal, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult,
+    TaskStatus,
 };
 use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
 
@@ -243,6 +244,16 @@ fn release_payload() {
 #[test]
 fn validate_payload() {
     golden!(payload(Task::Validate {}));
+}
+
+#[test]
+fn open_terminal_payload() {
+    golden!(payload(Task::OpenTerminal(OpenTerminal {
+        session_id: id(6),
+        allocation_id: id(3),
+        user_name: "gpu-3f2a".into(),
+        ends_at: at(14_400),
+    })));
 }
 
 #[test]

@@ -52,6 +52,7 @@ pub const PAGE: &[NodeRoute] = &[
     route("POST", "/internal/v1/nodes/{id}/heartbeat", Shows::Certificate, &[Code::UpgradeRequired]),
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", Shows::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),
     route("GET", "/internal/v1/nodes/{id}/tasks/wait", Shows::Certificate, &[]),
+    route("GET", "/internal/v1/nodes/{id}/terminals/{session_id}/stream", Shows::Certificate, &[Code::NotFound, Code::StateConflict, Code::UpgradeRequired]),
 ];
 
 #[cfg(test)]

@@ -5,8 +5,10 @@ use actors::ports::{Remote, RemoteError};
 use anyhow::Context;
 use async_nats::client::RequestErrorKind;
 use async_nats::{Client, ConnectOptions, Request};
-use domain::{MemberId, NodeId, Shard};
+use domain::{MemberId, NodeId, Shard, TerminalSessionId};
+use edge::terminal::relay;
 use futures::future::BoxFuture;
+use futures::stream::BoxStream;
 use futures::{FutureExt, StreamExt};
 use secrecy::{ExposeSecret, SecretString};
 use std::path::Path;
@@ -22,6 +24,13 @@ const AT_ONCE: usize = 256;
 /// The header that names the sender.
 const FROM: &str = "gpuaas-member";
 
+const NODE_WAKE: &str = "gpuaas.node.wake";
+const NODE_CLOSE: &str = "gpuaas.node.close";
+const TERMINAL_WAKE: &str = "gpuaas.terminal.wake";
+
+/// How long a replica that has a terminal's stream may take to say so.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+
 /// How long a word may take to leave.
 const SAID_WITHIN: Duration = Duration::from_millis(100);
 
@@ -32,11 +41,12 @@ pub struct Bus {
     name: String,
 }
 
-/// Something is to be done about a node on every replica.
+/// Something is to be done about a node or a terminal session on every replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nudge {
     Wake(NodeId),
     Close(NodeId),
+    Terminal(TerminalSessionId),
 }
 
 impl Bus {
@@ -84,13 +94,14 @@ impl Bus {
 
     /// Tells the other replicas.
     pub async fn nudge(&self, nudge: Nudge) {
-        let (subject, node) = match nudge {
-            Nudge::Wake(node) => ("gpuaas.node.wake", node),
-            Nudge::Close(node) => ("gpuaas.node.close", node),
+        let (subject, id) = match nudge {
+            Nudge::Wake(node) => (NODE_WAKE, node.0),
+            Nudge::Close(node) => (NODE_CLOSE, node.0),
+            Nudge::Terminal(session) => (TERMINAL_WAKE, session.0),
         };
         let mut headers = async_nats::HeaderMap::new();
         headers.insert(FROM, self.name.as_str());
-        self.say_with(subject, headers, node.0.as_bytes().to_vec()).await;
+        self.say_with(subject, headers, id.as_bytes().to_vec()).await;
     }
 
     /// What the other replicas nudge.
@@ -98,7 +109,9 @@ impl Bus {
     /// # Errors
     /// Where the connection is gone for good.
     pub async fn on_nudges(&self, act: impl Fn(Nudge)) -> anyhow::Result<()> {
-        let mut messages = self.client.subscribe("gpuaas.node.*").await?;
+        let of_nodes = self.client.subscribe("gpuaas.node.*").await?;
+        let of_terminals = self.client.subscribe(TERMINAL_WAKE).await?;
+        let mut messages = futures::stream::select(of_nodes, of_terminals);
         while let Some(message) = messages.next().await {
             let Ok(id) = uuid::Uuid::from_slice(&message.payload) else { continue };
             // What this one said itself it has done already.
@@ -106,8 +119,9 @@ impl Bus {
                 continue;
             }
             match message.subject.as_str() {
-                "gpuaas.node.wake" => act(Nudge::Wake(NodeId(id))),
-                "gpuaas.node.close" => act(Nudge::Close(NodeId(id))),
+                NODE_WAKE => act(Nudge::Wake(NodeId(id))),
+                NODE_CLOSE => act(Nudge::Close(NodeId(id))),
+                TERMINAL_WAKE => act(Nudge::Terminal(TerminalSessionId(id))),
                 _ => {}
             }
         }
@@ -228,6 +242,40 @@ impl Remote for Bus {
             }
         }
         .boxed()
+    }
+}
+
+/// What the terminals' two ends at two replicas say to each other. Nothing of it is kept: where something is lost, the link ends.
+impl relay::Bus for Bus {
+    fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+        async move { self.is_connected() && self.client.publish(subject, payload.into()).await.is_ok() }.boxed()
+    }
+
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+        async move {
+            let request = Request::new().payload(payload.into()).timeout(Some(ANSWERS_WITHIN));
+            self.is_connected() && self.client.send_request(subject, request).await.is_ok()
+        }
+        .boxed()
+    }
+
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, relay::Heard>>> {
+        async move {
+            if !self.is_connected() {
+                return None;
+            }
+            let messages = self.client.subscribe(subject).await.ok()?;
+            let heard = |message: async_nats::Message| relay::Heard {
+                payload: message.payload.to_vec(),
+                reply: message.reply.map(|reply| reply.to_string()),
+            };
+            Some(messages.map(heard).boxed())
+        }
+        .boxed()
+    }
+
+    fn inbox(&self, name: &str) -> String {
+        format!("_INBOX.{}.{name}", self.name)
     }
 }
 

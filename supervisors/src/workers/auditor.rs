@@ -1,7 +1,7 @@
 //! Checks in production what must always hold (design 2): a few entities of this process's shards at a time, over and over, each
 //! time in one snapshot of the database, by the predicates that the property tests use.
 //!
-//! From the database I1, I2, I6, I7 and I8 can be judged. I3 is money's ledger; I4 and I5 are held by what a commit refuses and by the
+//! From the database I1, I2, I6, I7 and I8 can be judged, and I4 of terminals' tokens. I3 is money's ledger; I4 of others and I5 are held by what a commit refuses and by the
 //! agent's journal, and leave nothing behind by which a breach would show: a counter for them could not move, and there is none. Of I6
 //! it can be seen that what is gone has nothing left; that nobody is answered any more is for the tests.
 
@@ -11,6 +11,7 @@ use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
 use domain::service_account::ServiceAccount;
+use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, Kind, NodeId, Shard};
 use persistence::read::{Cursor, Inspected, Inspection};
 use persistence::{Reads, StoreError};
@@ -26,7 +27,7 @@ const TURN: Duration = Duration::from_secs(2);
 /// Entities of each kind in one turn.
 const AT_A_TIME: u32 = 100;
 
-const JUDGED: [&str; 5] = ["I1", "I2", "I6", "I7", "I8"];
+const JUDGED: [&str; 6] = ["I1", "I2", "I4", "I6", "I7", "I8"];
 
 /// What was checked, and what was found broken.
 pub struct Auditor {
@@ -87,6 +88,7 @@ impl Auditor {
             Kind::Node => page.items.iter().for_each(|row| self.judge_node(row)),
             Kind::Allocation => self.judge_allocations(&page.items, &mut inspection).await?,
             Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
+            Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
             Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
         }
         Ok(page.next)
@@ -110,6 +112,12 @@ impl Auditor {
     fn judge_account(&self, row: &Inspected) {
         let Some(account) = decoded::<ServiceAccount>(row) else { return };
         self.judge("I6", row, invariant::i6_a_deleted_account_has_no_keys(&account));
+    }
+
+    fn judge_terminal(&self, row: &Inspected) {
+        let Some(session) = decoded::<TerminalSession>(row) else { return };
+        self.judge("I4", row, invariant::a_spent_terminal_token_is_gone(&session));
+        self.judge("I8", row, ends(row, &session, invariant::terminal_session_is_transient(&session)));
     }
 
     /// Against their nodes.

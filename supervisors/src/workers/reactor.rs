@@ -18,6 +18,7 @@ use domain::event::{Reaction, Stream};
 use domain::machine::Command as _;
 use domain::node::Node;
 use domain::tenant::Tenant;
+use domain::terminal_session::TerminalSession;
 use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
 use futures::{FutureExt, StreamExt};
 use persistence::{Outbox, OutboxRow, Reads};
@@ -126,6 +127,10 @@ impl Reactor {
             Reaction::Place(allocation_id) => self.placer.place(self, heard, allocation_id).await,
             Reaction::Node(id, command) => self.carry_out::<Node>(heard, id.0, command).await,
             Reaction::Allocation(id, command) => self.carry_out::<Allocation>(heard, id.0, command).await,
+            Reaction::Terminal(id, command) => self.carry_out::<TerminalSession>(heard, id.0, command).await,
+            Reaction::CloseTerminals { allocation_id, user_id } => {
+                super::terminals::close(self, heard, allocation_id, &user_id).await
+            }
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
             }

@@ -217,7 +217,10 @@ impl HandAgent {
     pub fn success(&self, task: &TaskPayload) -> TaskResult {
         let proof = match &task.task {
             Task::Release(release) => Some(self.proof(task, release.allocation_id)),
-            Task::Provision(_) | Task::Validate {} | Task::Diagnose {} | Task::Reboot(_) => None,
+            // Of a terminal it says that it began, and has no shell.
+            Task::Provision(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} | Task::Reboot(_) => {
+                None
+            }
         };
         let now = Utc::now();
         TaskResult {

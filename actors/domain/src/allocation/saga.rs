@@ -89,14 +89,19 @@ impl Allocation {
             Phase::Requested { .. } => {
                 Ok(self.end(None, "cancelled", "cancelled before a node was found", ctx).audit(audit))
             }
-            Phase::Provisioning { node_id, placed, .. } | Phase::Active { node_id, placed } => {
-                let mut next = self.clone();
-                next.release_requested_at = Some(ctx.now);
-                Ok(next.clean_up(*node_id, placed, 1, "release requested", ctx).audit(audit))
+            Phase::Provisioning { node_id, placed, .. } => Ok(self.released(*node_id, placed, ctx).audit(audit)),
+            Phase::Active { node_id, placed } => {
+                let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
+                Ok(self.released(*node_id, placed, ctx).event(unwanted).audit(audit))
             }
             // Asking twice is asking once.
             Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
         }
+    }
+
+    fn released(&self, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
+        let next = Self { release_requested_at: Some(ctx.now), ..self.clone() };
+        next.clean_up(node_id, placed, 1, "release requested", ctx)
     }
 
     fn retry_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {

@@ -333,7 +333,7 @@ fn it_is_rented_and_given_back() {
         .says(&["provisioning.active"])
         .released_by_ann()
         .expect("releasing")
-        .says(&["provisioning.release_requested"])
+        .says(&["provisioning.release_requested", "terminal.unwanted"])
         .cleaned()
         .expect("released")
         .says(&["provisioning.released"]);

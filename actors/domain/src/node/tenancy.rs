@@ -1,15 +1,16 @@
 //! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
 
-use super::{Life, Node, Rejection, Reply};
+use super::{Life, Node, Rejection, Reply, TerminalOrder};
 use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::AuditAction;
 use crate::event::Event;
-use crate::id::{AllocationId, TaskId};
+use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Origin, Step, Timestamp};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +21,9 @@ pub struct Hold {
     /// When the node asks again whether the allocation wants it.
     #[serde(default)]
     pub again: Option<Again>,
+    /// Terminal sessions that the agent is to begin.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub terminals: BTreeMap<TerminalSessionId, TerminalOrder>,
     /// What the last clean-up attempt left, in the agent's words.
     #[serde(default)]
     pub remains: Option<String>,
@@ -93,7 +97,9 @@ impl Order {
     #[must_use]
     pub const fn allocation_id(&self) -> Option<AllocationId> {
         match &self.what {
-            What::Provision { place, .. } | What::Release { place } => Some(place.allocation_id),
+            What::Provision { place, .. } | What::Release { place } | What::OpenTerminal { place, .. } => {
+                Some(place.allocation_id)
+            }
             What::OfNode { .. } => None,
         }
     }
@@ -121,6 +127,11 @@ pub enum What {
     OfNode {
         task_type: TaskType,
         boot_id: Option<String>,
+    },
+    OpenTerminal {
+        place: Place,
+        session_id: TerminalSessionId,
+        ends_at: Timestamp,
     },
 }
 
@@ -168,7 +179,14 @@ impl Node {
         let again = Some(Again::first(ctx.now));
         next.holds.insert(
             allocation_id,
-            Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again, remains: None },
+            Hold {
+                placed: placed.clone(),
+                keys,
+                phase: HoldPhase::Reserved,
+                again,
+                remains: None,
+                terminals: BTreeMap::new(),
+            },
         );
         debug_assert!(crate::invariant::each_gpu_is_held_once(&next));
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
@@ -429,6 +447,9 @@ impl Node {
     pub(super) fn orders(&self) -> Vec<Order> {
         let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold));
         let mut orders: Vec<_> = of_tenants.chain(self.own_orders()).collect();
+        if self.in_service() {
+            orders.extend(self.terminal_orders());
+        }
         orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
         orders
     }
@@ -478,6 +499,9 @@ impl Node {
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
+        if let Some(of_a_terminal) = self.terminal_reported(task_id, attempt, &verdict) {
+            return of_a_terminal;
+        }
         if self.tasks.contains_key(&task_id) {
             return self.task_reported(task_id, attempt, verdict, output, ctx);
         }
@@ -620,7 +644,7 @@ impl Node {
 }
 
 /// What an agent calls the cause, as far as it is a code: an event is no place for an agent's own words. Those are in the history.
-fn reason_code(code: &str) -> String {
+pub(super) fn reason_code(code: &str) -> String {
     let is_code =
         !code.is_empty() && code.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
     if is_code { code.to_owned() } else { "agent_error".to_owned() }

@@ -393,6 +393,7 @@ impl Story {
             What::Provision { .. } => "provision",
             What::Release { .. } => "release",
             What::OfNode { task_type, .. } => task_type.name(),
+            What::OpenTerminal { .. } => "open terminal",
         };
         orders.into_iter().map(what).collect()
     }
@@ -545,6 +546,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
         let effect = match effect {
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
+            Effect::WakeTerminal(_) => "wake terminal",
             Effect::ReadPolicy => "read policy",
             Effect::ReadKeys => "read keys",
         };

@@ -66,6 +66,7 @@ impl Agent {
                     Verdict::Succeeded { proof: None }
                 }
             }
+            What::OpenTerminal { .. } => Verdict::Succeeded { proof: None },
             What::Release { place } => {
                 *self.effects.entry(task).or_default() += 1;
                 self.cleaned.insert(place.allocation_id);

@@ -83,7 +83,8 @@ impl World {
     fn react(&mut self, message: &Message) -> Done {
         let worker = Principal::system("provisioning");
         match message.event.reaction() {
-            Reaction::Nothing => {}
+            // Terminal sessions have a world of their own: no saga waits for them.
+            Reaction::Nothing | Reaction::CloseTerminals { .. } | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
             Reaction::Node(id, command) => {
                 if self.first(message, id.0, "") {

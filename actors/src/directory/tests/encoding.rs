@@ -281,6 +281,7 @@ fn of_a_node() {
         keys: request().ssh_keys,
         phase: node::HoldPhase::Releasing { work: work.clone() },
         again: None,
+        terminals: std::collections::BTreeMap::new(),
         remains: Some(text()),
     };
     node.holds.insert(TENANT, hold);

@@ -18,6 +18,7 @@ use crate::error::Code;
 /// What each file of routes is about, in the order in which it is read.
 const TAGS: &[(&str, &str)] = &[
     ("allocation", "GPUs rented, watched and given back."),
+    ("terminal", "Shells on what is rented: the tokens that open them, and who is in them."),
     ("sku", "The catalog: kinds of machines, where they are offered and at what price."),
     ("ssh_key", "The public keys that open a user's allocations."),
     ("service_account", "Programs that act for a user, and their keys."),

@@ -228,6 +228,7 @@ impl World {
             jwks_refresh_token: InternalToken::new(REFRESH_TOKEN),
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
+            terminals: crate::testing::terminals(),
             connections: Connections::default(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
@@ -237,6 +238,8 @@ impl World {
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: "https://nodes.gpu.example".into(),
+                terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
+                terminal_origins: Vec::new(),
             },
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
@@ -520,7 +523,7 @@ impl Effects for ReadsAnew {
                     let (in_force, secrets, domain) = keys;
                     in_force.replace(Keys::read(&secrets, &reads, &domain).await.unwrap());
                 }
-                Effect::WakeNode(_) | Effect::CloseNode(_) => {}
+                Effect::WakeNode(_) | Effect::CloseNode(_) | Effect::WakeTerminal(_) => {}
             }
         });
     }

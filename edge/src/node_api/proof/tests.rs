@@ -9,6 +9,7 @@ use domain::policy::PolicyBook;
 use domain::{Ctx, Principal, SkuId, Timestamp};
 use ed25519_dalek::SigningKey;
 use serde_json::Map;
+use std::collections::BTreeMap;
 use uuid::Uuid;
 use wire::proof::{Checked, Finding};
 use wire::task::TaskError;
@@ -72,10 +73,15 @@ fn node() -> Node {
         region_code: String::new(),
         host_fingerprint: None,
     };
-    node.holds.insert(
-        ALLOCATION,
-        Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work }, again: None, remains: None },
-    );
+    let hold = Hold {
+        placed,
+        keys: Vec::new(),
+        phase: HoldPhase::Releasing { work },
+        again: None,
+        remains: None,
+        terminals: BTreeMap::new(),
+    };
+    node.holds.insert(ALLOCATION, hold);
     node
 }
 

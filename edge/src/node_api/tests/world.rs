@@ -200,6 +200,7 @@ impl World {
             jwks_refresh_token: None,
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
+            terminals: crate::testing::terminals(),
             connections: connections.clone(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
@@ -217,6 +218,8 @@ impl World {
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: format!("https://localhost:{}", address.port()),
+                terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
+                terminal_origins: Vec::new(),
             },
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
@@ -521,7 +524,7 @@ impl Effects for AtOnce {
                     self.polls.wake(node);
                 }
             }
-            Effect::CloseNode(_) | Effect::ReadPolicy | Effect::ReadKeys => {}
+            Effect::CloseNode(_) | Effect::WakeTerminal(_) | Effect::ReadPolicy | Effect::ReadKeys => {}
         }
     }
 }

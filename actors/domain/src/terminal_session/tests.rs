@@ -1,0 +1,259 @@
+use super::*;
+use crate::authz::{Caller, Role};
+use crate::invariant::{
+    a_spent_terminal_token_is_gone, a_terminal_token_lets_one_in, i8_what_is_transient_has_an_end,
+    terminal_session_is_transient,
+};
+use crate::machine::Trace;
+use crate::policy::PolicyBook;
+use chrono::TimeDelta;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use uuid::Uuid;
+
+const SESSION: Uuid = Uuid::from_u128(1);
+const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
+const NODE: NodeId = NodeId(Uuid::from_u128(3));
+const ACTIVE: Footing = Footing { entity: Uuid::from_u128(2), version: 4 };
+
+fn user(name: &str) -> Principal {
+    Principal::Caller(Caller {
+        user_id: name.to_owned(),
+        roles: [Role::User].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+        grant: None,
+        service_account: None,
+    })
+}
+
+fn gateway() -> Principal {
+    Principal::system("terminal-gateway")
+}
+
+fn token(n: u8) -> Digest {
+    Digest([n; 32])
+}
+
+/// A session, and the time of its world.
+struct Story {
+    session: Option<TerminalSession>,
+    now: Timestamp,
+}
+
+impl Story {
+    fn new() -> Self {
+        Self { session: None, now: Timestamp::from_timestamp(1_800_000_000, 0).unwrap() }
+    }
+
+    fn opened() -> Self {
+        let mut story = Self::new();
+        story.ask(&user("u"), open(token(1))).unwrap();
+        story
+    }
+
+    fn ask(&mut self, by: &Principal, command: Command) -> Result<Step<TerminalSession>, Rejection> {
+        let policy = PolicyBook::default();
+        let ctx = Ctx {
+            now: self.now,
+            policy: &policy,
+            by,
+            correlation_id: "c",
+            trace: Trace::default(),
+            seed: 7,
+            id: SESSION,
+            version: i64::from(self.session.is_some()),
+        };
+        let step = TerminalSession::decide(self.session.as_ref(), command, &ctx)?;
+        if let Some(next) = &step.next {
+            self.session = Some(next.clone());
+        }
+        Ok(step)
+    }
+
+    fn attach(&mut self, shown: Digest) -> Result<Step<TerminalSession>, Rejection> {
+        self.ask(&gateway(), Command::Attach { token_sha256: shown, active: ACTIVE })
+    }
+
+    fn pass(&mut self, seconds: i64) {
+        self.now += TimeDelta::seconds(seconds);
+    }
+
+    fn state(&self) -> &'static str {
+        self.session.as_ref().map_or("none", Machine::state)
+    }
+
+    fn reason(&self) -> Option<&CloseReason> {
+        self.session.as_ref().and_then(TerminalSession::closed)
+    }
+}
+
+fn open(token_sha256: Digest) -> Command {
+    Command::Open { allocation_id: ALLOCATION, node_id: NODE, token_sha256, active: ACTIVE }
+}
+
+fn issue(token_sha256: Digest) -> Command {
+    Command::IssueToken { token_sha256, active: ACTIVE }
+}
+
+fn refused(cause: TokenCause) -> Rejection {
+    Rejection::TokenRefused { cause }
+}
+
+#[test]
+fn a_session_is_opened_attached_lost_attached_again_and_ended() {
+    let mut story = Story::new();
+    let opened = story.ask(&user("u"), open(token(1))).unwrap();
+    assert_eq!(opened.events.len(), 1);
+    assert_eq!(opened.rests_on, [ACTIVE], "an allocation that is no longer active opens nothing");
+    assert_eq!(story.state(), "opened");
+    let attached = story.attach(token(1)).unwrap();
+    assert!(matches!(attached.reply, Reply::Attached { attachment: 1, .. }));
+    assert_eq!(attached.audit[0].action, AuditAction::TerminalsAttach);
+    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    assert_eq!(story.state(), "detached");
+    story.ask(&user("u"), issue(token(2))).unwrap();
+    story.attach(token(2)).unwrap();
+    // The first connection's end comes late and says nothing of the second.
+    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    assert_eq!(story.state(), "attached");
+    let ended = story.ask(&Principal::Node(NODE), Command::End { exit: Exit::Code(3) }).unwrap();
+    assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
+    assert_eq!(story.reason(), Some(&CloseReason::Exited { exit: Exit::Code(3) }));
+}
+
+#[test]
+fn a_token_lets_in_once_in_time_and_only_until_the_next_one() {
+    let mut story = Story::opened();
+    assert_eq!(story.attach(token(9)).unwrap_err(), refused(TokenCause::Mismatch));
+    story.attach(token(1)).unwrap();
+    assert_eq!(story.attach(token(1)).unwrap_err(), refused(TokenCause::Spent));
+    story.ask(&user("u"), issue(token(2))).unwrap();
+    story.ask(&user("u"), issue(token(3))).unwrap();
+    assert_eq!(story.attach(token(2)).unwrap_err(), refused(TokenCause::Mismatch), "a later one voids it");
+    story.pass(60);
+    assert_eq!(story.attach(token(3)).unwrap_err(), refused(TokenCause::Expired));
+}
+
+#[test]
+fn only_its_owner_gets_another_token_and_only_its_node_says_how_it_ended() {
+    let mut story = Story::opened();
+    assert_eq!(story.ask(&user("other"), issue(token(2))).unwrap_err(), Rejection::NotFound);
+    let other = Principal::Node(NodeId(Uuid::from_u128(9)));
+    assert_eq!(story.ask(&other, Command::End { exit: Exit::Code(0) }).unwrap_err(), Rejection::NotFound);
+    story.ask(&gateway(), Command::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
+    assert_eq!(story.state(), "opened");
+}
+
+#[test]
+fn what_nobody_attaches_to_and_what_is_too_old_is_closed_at_its_deadline() {
+    let mut story = Story::opened();
+    story.pass(59);
+    story.ask(&gateway(), Command::Tick).unwrap();
+    assert_eq!(story.state(), "opened");
+    story.pass(1);
+    story.ask(&gateway(), Command::Tick).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::NeverAttached));
+
+    let mut story = Story::opened();
+    story.attach(token(1)).unwrap();
+    story.pass(14_399);
+    story.ask(&user("u"), issue(token(2))).unwrap();
+    let ends_at = story.session.as_ref().unwrap().ends_at;
+    assert_eq!(story.session.as_ref().unwrap().token.as_ref().unwrap().expires_at, ends_at);
+    story.pass(1);
+    // Its deadline was not heard of yet, and nobody gets in any more.
+    assert_eq!(story.attach(token(2)).unwrap_err(), Rejection::Closed { reason: "lifetime".into() });
+    story.ask(&gateway(), Command::Tick).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::Lifetime));
+}
+
+#[test]
+fn what_is_closed_stays_closed_for_its_first_reason() {
+    let mut story = Story::opened();
+    let killed = story.ask(&user("admin"), Command::Kill { reason: "abuse".into() }).unwrap();
+    assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
+    for command in [Command::Revoke, Command::Tick, Command::Detach { attachment: 0 }] {
+        let step = story.ask(&gateway(), command).unwrap();
+        assert!(step.next.is_none() && step.effects.is_empty());
+    }
+    assert_eq!(story.reason(), Some(&CloseReason::Killed));
+    assert_eq!(story.attach(token(1)).unwrap_err(), Rejection::Closed { reason: "killed".into() });
+    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "killed".into() });
+}
+
+#[test]
+fn a_hash_never_shows_in_debug_output() {
+    let story = Story::opened();
+    assert!(!format!("{:?}", story.session).contains("[1, 1"));
+}
+
+#[derive(Clone, Debug)]
+enum Move {
+    Issue,
+    Show(u8),
+    Detach(u32),
+    Pass(i64),
+    Tick,
+    End,
+    Kill,
+    Revoke,
+}
+
+fn a_move() -> impl Strategy<Value = Move> {
+    prop_oneof![
+        4 => Just(Move::Issue),
+        6 => (0..12_u8).prop_map(Move::Show),
+        2 => (0..6_u32).prop_map(Move::Detach),
+        2 => prop_oneof![0..70_i64, 3000..9000_i64].prop_map(Move::Pass),
+        2 => Just(Move::Tick),
+        1 => Just(Move::End),
+        1 => Just(Move::Kill),
+        1 => Just(Move::Revoke),
+    ]
+}
+
+proptest! {
+    /// Whoever shows whatever whenever: a token that was issued once lets in once, a session ends, and what has ended lets nobody in.
+    #[test]
+    fn whatever_happens_a_token_lets_in_once_and_every_session_has_an_end(moves in prop::collection::vec(a_move(), 0..80)) {
+        let mut story = Story::opened();
+        // Tokens are random: none is issued twice.
+        let (mut generation, mut issued) = (1_u8, BTreeMap::from([(1_u8, 0_u32)]));
+        for step in moves {
+            let was_closed = story.state() == "closed";
+            match step {
+                Move::Issue => {
+                    generation = generation.saturating_add(1);
+                    if story.ask(&user("u"), issue(token(generation))).is_ok() {
+                        issued.insert(generation, 0);
+                    }
+                }
+                Move::Show(back) => {
+                    let shown = generation.saturating_sub(back);
+                    if story.attach(token(shown)).is_ok() {
+                        prop_assert!(!was_closed);
+                        *issued.get_mut(&shown).unwrap() += 1;
+                    }
+                }
+                Move::Detach(attachment) => drop(story.ask(&gateway(), Command::Detach { attachment })),
+                Move::Pass(seconds) => story.pass(seconds),
+                Move::Tick => drop(story.ask(&gateway(), Command::Tick)),
+                Move::End => drop(story.ask(&Principal::Node(NODE), Command::End { exit: Exit::Signal(9) })),
+                Move::Kill => drop(story.ask(&user("a"), Command::Kill { reason: "r".into() })),
+                Move::Revoke => drop(story.ask(&gateway(), Command::Revoke)),
+            }
+            let session = story.session.as_ref().unwrap();
+            prop_assert!(a_terminal_token_lets_one_in(session, &issued));
+            prop_assert!(a_spent_terminal_token_is_gone(session));
+            prop_assert!(i8_what_is_transient_has_an_end(session, terminal_session_is_transient(session)));
+            prop_assert!(!was_closed || story.state() == "closed");
+            let kept = serde_json::to_string(session).unwrap();
+            prop_assert_eq!(&serde_json::from_str::<TerminalSession>(&kept).unwrap(), session);
+        }
+        story.pass(14_400);
+        story.ask(&gateway(), Command::Tick).unwrap();
+        prop_assert_eq!(story.state(), "closed");
+    }
+}

@@ -1,0 +1,70 @@
+//! Terminals of this node's tenants: begun by a task, reached over a stream of the node's own.
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_tungstenite::client_async_with_config;
+use tokio_tungstenite::tungstenite::Error;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
+use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
+use uuid::Uuid;
+use wire::task::OpenTerminal;
+use wire::terminal::MESSAGE;
+
+use super::Agent;
+use crate::api::tls_as_node;
+use crate::executor::{Failure, Output};
+use crate::terminal::{NoStream, Socket, Way};
+
+impl Agent {
+    pub(super) async fn open_terminal(self: &Arc<Self>, task: &OpenTerminal) -> Result<Output, Failure> {
+        let (executor, asked) = (Arc::clone(&self.executor), task.clone());
+        let shell = tokio::task::spawn_blocking(move || executor.shell(&asked)).await;
+        let shell = shell.unwrap_or_else(|panic| {
+            Err(Failure::new("executor_panicked", format!("the executor ended without an answer: {panic}")))
+        })?;
+        self.terminals.begin(task, &shell, Arc::new(OwnWay(Arc::clone(self))))?;
+        Ok(Output::new())
+    }
+}
+
+/// The way of this node, with the certificate that it has at that moment.
+struct OwnWay(Arc<Agent>);
+
+impl Way for OwnWay {
+    fn open(&self, session_id: Uuid) -> BoxFuture<'_, Result<Socket, NoStream>> {
+        async move {
+            let Agent { config, .. } = self.0.as_ref();
+            let cut = |error: &dyn std::error::Error| NoStream::Cut(crate::chain(error));
+            let mut tls = tls_as_node(config, &self.0.identity()).map_err(|error| cut(&error))?;
+            // A WebSocket begins with an upgrade, which HTTP/2 does not have.
+            tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+            let base = reqwest::Url::parse(&config.api_url).map_err(|error| cut(&error))?;
+            let host = base.host_str().unwrap_or_default().trim_matches(['[', ']']).to_owned();
+            let port = base.port_or_known_default().unwrap_or(443);
+            let stream = TcpStream::connect((host.as_str(), port)).await.map_err(|error| cut(&error))?;
+            stream.set_nodelay(true).map_err(|error| cut(&error))?;
+            let name = ServerName::try_from(host).map_err(|error| cut(&error))?;
+            let stream = TlsConnector::from(Arc::new(tls)).connect(name, stream).await.map_err(|error| cut(&error))?;
+            let url = format!("{}/internal/v1/nodes/{}/terminals/{session_id}/stream", config.api_url, config.node_id);
+            let request = url.replacen("http", "ws", 1).into_client_request().map_err(|error| cut(&error))?;
+            let limits = WebSocketConfig::default()
+                .max_message_size(Some(MESSAGE))
+                .max_frame_size(Some(MESSAGE))
+                .read_buffer_size(2 * MESSAGE)
+                .write_buffer_size(0)
+                .max_write_buffer_size(8 * MESSAGE);
+            match client_async_with_config(request, stream, Some(limits)).await {
+                Ok((socket, _)) => Ok(socket),
+                Err(Error::Http(answer)) if matches!(answer.status().as_u16(), 404 | 409) => Err(NoStream::Over),
+                Err(Error::Http(answer)) => Err(NoStream::Cut(format!("answered {}", answer.status()))),
+                Err(error) => Err(cut(&error)),
+            }
+        }
+        .boxed()
+    }
+}

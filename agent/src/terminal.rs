@@ -1,0 +1,135 @@
+//! The agent's end of terminals: a shell on a pseudo-terminal for each session, as the allocation's user, and the stream on which the
+//! control plane reaches it.
+//!
+//! The shell, the count of its output and what is kept of it live here and nowhere else, so that no replica that dies takes anything of
+//! a session along. The session ends with its program, when the control plane says so, or at its lifetime, which the agent keeps to by
+//! itself.
+
+mod output;
+mod session;
+mod stream;
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use chrono::Utc;
+use tokio::process::Child;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{Instrument as _, info};
+use uuid::Uuid;
+use wire::task::OpenTerminal;
+
+use crate::executor::Failure;
+
+pub use stream::{NoStream, Socket, Way};
+
+/// Sessions of one allocation at once, whatever the control plane says.
+const OF_ONE_ALLOCATION: usize = 64;
+
+/// The size of a terminal whose user has not said theirs.
+const ROWS: u16 = 24;
+const COLUMNS: u16 = 80;
+
+/// Messages between a session and its stream that are on their way.
+const QUEUE: usize = 16;
+
+/// How a tenant's shell is begun: with this environment and no other, since the agent's own holds its secrets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shell {
+    pub program: PathBuf,
+    pub arguments: Vec<String>,
+    /// Uid and gid; `None`: the agent's own.
+    pub user: Option<u32>,
+    pub folder: PathBuf,
+    pub environment: Vec<(String, String)>,
+}
+
+/// The sessions that run.
+#[derive(Clone)]
+pub struct Terminals {
+    live: Arc<Mutex<BTreeMap<Uuid, Uuid>>>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Terminals {
+    #[must_use]
+    pub fn new(tasks: TaskTracker, stop: CancellationToken) -> Self {
+        Self { live: Arc::default(), tasks, stop }
+    }
+
+    /// Begins a session: its shell runs when this returns.
+    ///
+    /// # Errors
+    /// `too_many_terminals`, `terminal_over`, `terminal_shell`.
+    pub fn begin(&self, task: &OpenTerminal, shell: &Shell, way: Arc<dyn Way>) -> Result<(), Failure> {
+        let left = (task.ends_at - Utc::now()).to_std();
+        let left = left.map_err(|_| Failure::new("terminal_over", "the session's lifetime is over"))?;
+        let place = Place::take(self, task.session_id, task.allocation_id)?;
+        let failed = |error: pty_process::Error| Failure::new("terminal_shell", format!("no shell: {error}"));
+        let (pty, child) = spawn(shell).map_err(failed)?;
+        let (to_session, from_stream) = mpsc::channel(QUEUE);
+        let (to_stream, from_session) = mpsc::channel(QUEUE);
+        let over = self.stop.child_token();
+        let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
+        let session = session::Session::new(pty, child, from_stream, to_stream, left, over);
+        self.tasks.spawn(stream.run().in_current_span());
+        self.tasks.spawn(
+            async move {
+                session.run().await;
+                drop(place);
+                info!("the terminal session is over");
+            }
+            .in_current_span(),
+        );
+        info!(terminal_session_id = %task.session_id, "a terminal session begins");
+        Ok(())
+    }
+}
+
+/// A session's place among those of its allocation; given back when it is dropped.
+struct Place {
+    session_id: Uuid,
+    live: Arc<Mutex<BTreeMap<Uuid, Uuid>>>,
+}
+
+impl Place {
+    fn take(terminals: &Terminals, session_id: Uuid, allocation_id: Uuid) -> Result<Self, Failure> {
+        let mut live = terminals.live.lock().unwrap_or_else(PoisonError::into_inner);
+        if live.values().filter(|of| **of == allocation_id).count() >= OF_ONE_ALLOCATION {
+            return Err(Failure::new("too_many_terminals", "the allocation has too many terminals"));
+        }
+        live.insert(session_id, allocation_id);
+        Ok(Self { session_id, live: Arc::clone(&terminals.live) })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.session_id);
+    }
+}
+
+fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
+    let (pty, pts) = pty_process::open()?;
+    pty.resize(pty_process::Size::new(ROWS, COLUMNS))?;
+    let mut command = pty_process::Command::new(&shell.program)
+        .args(&shell.arguments)
+        .env_clear()
+        .envs(shell.environment.iter().map(|(name, value)| (name, value)))
+        .current_dir(&shell.folder)
+        .kill_on_drop(true);
+    if let Some(id) = shell.user {
+        let owner = (nix::unistd::Uid::from_raw(id), nix::unistd::Gid::from_raw(id));
+        // Its programs open the terminal by name, too.
+        nix::unistd::fchown(pts.as_fd(), Some(owner.0), Some(owner.1)).map_err(std::io::Error::from)?;
+        // Without root's groups: the standard library drops them where the uid changes.
+        command = command.uid(id).gid(id);
+    }
+    let child = command.spawn(pts)?;
+    Ok((pty, child))
+}

@@ -1,0 +1,69 @@
+//! What a session's program said, as far as it is kept. Counted in bytes from the session's beginning.
+
+use std::collections::VecDeque;
+
+/// The last bytes, at most so many.
+#[derive(Debug)]
+pub(super) struct Output {
+    kept: VecDeque<u8>,
+    most: usize,
+    end: u64,
+}
+
+impl Output {
+    pub(super) fn keeping(most: usize) -> Self {
+        Self { kept: VecDeque::new(), most, end: 0 }
+    }
+
+    /// The position after the last byte.
+    pub(super) const fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The position of the first byte that is still there.
+    pub(super) fn start(&self) -> u64 {
+        self.end - self.kept.len() as u64
+    }
+
+    /// Adds what was said; the oldest goes where there is too much.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.end += bytes.len() as u64;
+        self.kept.extend(bytes);
+        let over = self.kept.len().saturating_sub(self.most);
+        self.kept.drain(..over);
+    }
+
+    /// At most `most` bytes from `position` on; nothing where it is gone or not there yet.
+    pub(super) fn from(&self, position: u64, most: usize) -> Vec<u8> {
+        let Some(skip) = position.checked_sub(self.start()).and_then(|skip| usize::try_from(skip).ok()) else {
+            return Vec::new();
+        };
+        let (first, second) = self.kept.as_slices();
+        let of_first = first.get(skip..).unwrap_or_default();
+        let of_second = second.get(skip.saturating_sub(first.len())..).unwrap_or_default();
+        of_first.iter().chain(of_second).take(most).copied().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn it_gives_back_what_was_said_as_far_as_it_is_kept(
+            parts in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..20),
+            most in 1..100_usize, at in 0..900_u64, length in 0..100_usize,
+        ) {
+            let mut output = Output::keeping(most);
+            let said: Vec<u8> = parts.concat();
+            parts.iter().for_each(|part| output.push(part));
+            prop_assert_eq!(output.end(), said.len() as u64);
+            prop_assert_eq!(output.start(), said.len().saturating_sub(most) as u64);
+            let expected = if at < output.start() { &[][..] } else { said.get(at as usize..).unwrap_or_default() };
+            let expected = &expected[..expected.len().min(length)];
+            prop_assert_eq!(output.from(at, length), expected);
+        }
+    }
+}

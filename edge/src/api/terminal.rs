@@ -1,0 +1,297 @@
+//! Terminals (decisions 5): the tokens with which users connect to what they rent, and the sessions, for administrators.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::allocation::{Allocation, Phase};
+use domain::commit::Footing;
+use domain::policy::Key;
+use domain::terminal_session::{self, CloseReason, Command, Digest, Exit, Reply, TerminalSession};
+use domain::{AllocationId, Kind, Machine as _};
+use persistence::read::ListFilter;
+use secrecy::ExposeSecret as _;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+use super::asking::{Asking, ByAdmin, ByUser, replayed};
+use super::field::{Because, ClaimId};
+use super::stored::{self, Stored, find};
+use crate::body::{self, JsonOrDefault, Path};
+use crate::correlation::no_store;
+use crate::error::{ApiError, Code};
+use crate::page::{Items, Listing, Order, PageQuery};
+use crate::services::Services;
+use crate::terminal::mint;
+
+/// More live sessions than any limit admits.
+const ALL: u32 = 1000;
+
+/// Which session a token is for.
+#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewTerminalToken {
+    /// A session of this allocation that is to be connected to again; a new one where it is left out.
+    session_id: Option<Uuid>,
+}
+
+/// A token that was made: the only time that it is shown.
+#[derive(Serialize, ToSchema)]
+pub(super) struct IssuedTerminalToken {
+    /// Offer it as the subprotocol `token.<token>`, beside `gpu.terminal.v1`. It lets one connection in.
+    token: String,
+    session_id: Uuid,
+    /// Until when it can be used.
+    expires_at: DateTime<Utc>,
+    websocket_url: String,
+}
+
+/// The states of a terminal session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+#[schema(as = TerminalSessionState)]
+pub(super) enum StateName {
+    Opened,
+    Attached,
+    Detached,
+    Closed,
+}
+
+impl StateName {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Opened => "opened",
+            Self::Attached => "attached",
+            Self::Detached => "detached",
+            Self::Closed => "closed",
+        }
+    }
+}
+
+/// One shell on an allocation's machine, and who is connected to it.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = TerminalSession)]
+pub(super) struct TerminalSessionView {
+    id: Uuid,
+    allocation_id: Uuid,
+    node_id: Uuid,
+    user_id: String,
+    state: StateName,
+    /// Why it is over: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended` or `lifetime`; null while it is not.
+    close_reason: Option<String>,
+    /// How its program ended; null where it did not by itself.
+    exit: Option<TerminalExitView>,
+    /// How many connections were let in.
+    attachments: u32,
+    opened_at: DateTime<Utc>,
+    /// When it is closed whatever it does.
+    ends_at: DateTime<Utc>,
+    closed_at: Option<DateTime<Utc>>,
+}
+
+/// How a program ended: by itself with a code, or by a signal.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = TerminalExit)]
+pub(super) struct TerminalExitView {
+    code: Option<i32>,
+    signal: Option<i32>,
+}
+
+/// Which sessions.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct TerminalSessionFilter {
+    state: Option<StateName>,
+    /// Whose.
+    user_id: Option<ClaimId>,
+}
+
+/// Makes a token that opens a terminal on your active allocation.
+///
+/// It lets one connection in, once, for a short time. With `session_id` the connection goes on with that session: with the output that
+/// it missed, as far as that is kept, and in place of a connection that is still there. The answer is a secret: it is stored nowhere, so a
+/// repetition makes another token whatever its `Idempotency-Key`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id")),
+    request_body(content = NewTerminalToken, description = "May be left out."),
+    responses((status = 201, description = "The token. `Cache-Control: no-store`.", body = IssuedTerminalToken)),
+)]
+pub(super) async fn issue_token(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    JsonOrDefault(new): JsonOrDefault<NewTerminalToken>,
+) -> Result<Response, ApiError> {
+    // From the store: the commit rests on the version that is read here.
+    let allocation = find::<Allocation>(&services, id).await?;
+    let allocation = allocation.filter(|found| found.it.asked.user_id == asking.caller.user_id);
+    let allocation = allocation.ok_or_else(|| ApiError::not_found("allocation"))?;
+    let Phase::Active { node_id, .. } = allocation.it.phase else { return Err(not_active(&allocation)) };
+    let active = Footing { entity: id, version: allocation.version };
+    let session = match new.session_id {
+        Some(session) => of_allocation(&services, &asking, session, allocation.it.id).await?,
+        None => {
+            check_place(&services, &asking, allocation.it.id).await?;
+            asking.id_of_new()
+        }
+    };
+    let (token, hash) = mint(session);
+    let token_sha256 = Digest(hash.to_bytes());
+    let command = match new.session_id {
+        Some(_) => Command::IssueToken { token_sha256, active },
+        None => Command::Open { allocation_id: allocation.it.id, node_id, token_sha256, active },
+    };
+    let answered = asking.ask_unstored::<TerminalSession>(session, command).await?;
+    let Reply::Issued { expires_at } = answered.reply else { return Err(unexpected()) };
+    let issued = IssuedTerminalToken {
+        token: token.expose_secret().to_owned(),
+        session_id: session,
+        expires_at,
+        websocket_url: services.addresses.terminal_url.clone(),
+    };
+    Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
+}
+
+fn not_active(allocation: &Stored<Allocation>) -> ApiError {
+    let state = allocation.it.state();
+    ApiError::new(
+        Code::StateConflict,
+        format!("An allocation that is {state} has no terminal; only an active one has."),
+    )
+    .detail("state", state)
+}
+
+/// The session, where it is the caller's and of this allocation.
+async fn of_allocation(
+    services: &Services,
+    asking: &Asking,
+    session: Uuid,
+    allocation: AllocationId,
+) -> Result<Uuid, ApiError> {
+    let found = find::<TerminalSession>(services, session).await?;
+    let own = |found: &Stored<TerminalSession>| {
+        found.it.allocation_id == allocation && found.it.owner.user_id == asking.caller.user_id
+    };
+    let found = found.filter(own).ok_or_else(|| ApiError::not_found("terminal session"))?;
+    Ok(found.it.id.0)
+}
+
+/// Refuses one session more than policy `terminal.sessions_per_allocation`. Several at once may each see the last place: how many that
+/// are is bounded by the rate limit of this route, and at the node.
+async fn check_place(services: &Services, asking: &Asking, allocation: AllocationId) -> Result<(), ApiError> {
+    let (policy, now) = (services.world.policy(), services.world.now());
+    let limit = policy.int(Key::TerminalSessionsPerAllocation, &asking.scopes(), now);
+    let mut live = 0;
+    for state in terminal_session::Phase::LIVE {
+        let own = ListFilter { owner: Some(asking.caller.user_id.clone()), state: Some(state.to_owned()), sku: None };
+        let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
+        let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
+        live +=
+            i64::try_from(sessions.filter(|stored| stored.it.allocation_id == allocation).count()).unwrap_or(i64::MAX);
+    }
+    if live < limit {
+        return Ok(());
+    }
+    Err(ApiError::new(
+        Code::StateConflict,
+        format!("The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."),
+    )
+    .detail("policy_key", Key::TerminalSessionsPerAllocation.name())
+    .detail("limit", limit))
+}
+
+/// Everybody's terminal sessions, oldest first, ended ones too.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, TerminalSessionFilter),
+    responses((status = 200, description = "A page of sessions.", body = Items<TerminalSessionView>)),
+)]
+pub(super) async fn list(
+    _: ByAdmin,
+    State(services): State<Services>,
+    listing: Listing<TerminalSessionFilter>,
+) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
+    let owner = listing.filter.user_id.as_deref().map(str::to_owned);
+    let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
+    let state = listing.filter.state.map(|state| state.name().to_owned());
+    let rows = stored::list::<TerminalSession>(&services, &ListFilter { owner, state, sku: None }, &page).await?;
+    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+}
+
+/// One terminal session.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The session's id")),
+    responses((status = 200, description = "The session.", body = TerminalSessionView)),
+)]
+pub(super) async fn get(
+    _: ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<TerminalSessionView>, ApiError> {
+    let found = find::<TerminalSession>(&services, id).await?;
+    found.map(|stored| Json(view(&stored.it))).ok_or_else(|| ApiError::not_found("terminal session"))
+}
+
+/// Closes a terminal session at once: its connection, and its processes on the node.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The session's id")),
+    request_body = Because,
+    responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
+)]
+pub(super) async fn kill(
+    ByAdmin(asking): ByAdmin,
+    Path(id): Path<Uuid>,
+    body::Json(why): body::Json<Because>,
+) -> Result<Response, ApiError> {
+    let command = Command::Kill { reason: why.reason.to_string() };
+    let answered = asking.urgently().ask::<TerminalSession>(id, command, &why).await?;
+    let replayed = replayed(&answered);
+    let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
+    Ok((StatusCode::OK, replayed, Json(view(&session))).into_response())
+}
+
+fn unexpected() -> ApiError {
+    ApiError::internal("the terminal session's machine answered another question")
+}
+
+fn view(session: &TerminalSession) -> TerminalSessionView {
+    use domain::terminal_session::Phase as P;
+    let (state, closed_at) = match &session.phase {
+        P::Opened { .. } => (StateName::Opened, None),
+        P::Attached { .. } => (StateName::Attached, None),
+        P::Detached { .. } => (StateName::Detached, None),
+        P::Closed { at, .. } => (StateName::Closed, Some(*at)),
+    };
+    let exit = match session.closed() {
+        Some(CloseReason::Exited { exit: Exit::Code(code) }) => {
+            Some(TerminalExitView { code: Some(*code), signal: None })
+        }
+        Some(CloseReason::Exited { exit: Exit::Signal(signal) }) => {
+            Some(TerminalExitView { code: None, signal: Some(*signal) })
+        }
+        Some(_) | None => None,
+    };
+    TerminalSessionView {
+        id: session.id.0,
+        allocation_id: session.allocation_id.0,
+        node_id: session.node_id.0,
+        user_id: session.owner.user_id.clone(),
+        state,
+        close_reason: session.closed().map(|reason| reason.code().to_owned()),
+        exit,
+        attachments: session.attachments,
+        opened_at: session.opened_at,
+        ends_at: session.ends_at,
+        closed_at,
+    }
+}

@@ -1,0 +1,155 @@
+//! The node's end of a terminal: the stream that the agent opens for a session that it began, and keeps for as long as the session lives.
+
+use super::answer::refused;
+use super::{ASK_WITHIN, NodeApi};
+use crate::api::current;
+use crate::body::Path;
+use crate::correlation::Scope;
+use crate::error::{ApiError, Code};
+use crate::identity::NodeIdentity;
+use crate::terminal::until_over;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::ws::{Message, WebSocket};
+use axum::extract::{State, WebSocketUpgrade};
+use axum::response::Response;
+use domain::authz::authorize;
+use domain::node::Command;
+use domain::terminal_session::{self, Exit, TerminalSession};
+use domain::{Action, NodeId, Principal, TerminalSessionId};
+use futures::stream::{SplitSink, SplitStream};
+use futures::{SinkExt as _, StreamExt as _};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tracing::debug;
+use uuid::Uuid;
+use wire::terminal::{Down, MESSAGE, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
+
+const QUEUE: usize = 16;
+const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
+/// How long the agent may take to hear that the session is over.
+const CLOSES_WITHIN: Duration = Duration::from_secs(2);
+
+/// `GET /internal/v1/nodes/{id}/terminals/{session_id}/stream`.
+pub(super) async fn stream(
+    State(api): State<NodeApi>,
+    node: NodeIdentity,
+    scope: Scope,
+    Path((_, session)): Path<(Uuid, Uuid)>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response, ApiError> {
+    let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
+    let identify = Command::Identify { serial: node.serial };
+    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
+    let found = current::<TerminalSession>(&api.services, session.0).await?;
+    let found = found.filter(|found| found.it.node_id == node_id);
+    let found = found.ok_or_else(|| ApiError::not_found("terminal session"))?;
+    if let Some(reason) = found.it.closed() {
+        return Err(ApiError::new(Code::StateConflict, "The terminal session is over; end its processes.")
+            .detail("reason", reason.code()));
+    }
+    let upgrade = upgrade.map_err(|error| {
+        ApiError::new(Code::UpgradeRequired, "This is a WebSocket: connect with one (RFC 6455, over HTTP/1.1).")
+            .because(error)
+    })?;
+    let upgrade = upgrade
+        .max_message_size(MESSAGE)
+        .max_frame_size(MESSAGE)
+        .read_buffer_size(2 * MESSAGE)
+        .write_buffer_size(0)
+        .max_write_buffer_size(8 * MESSAGE);
+    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session }.run(socket)))
+}
+
+struct NodeEnd {
+    api: NodeApi,
+    scope: Scope,
+    node_id: NodeId,
+    session: TerminalSessionId,
+}
+
+impl NodeEnd {
+    async fn run(self, socket: WebSocket) {
+        let services = self.api.services.clone();
+        let (mut sink, stream) = socket.split();
+        let (down, downs) = mpsc::channel(QUEUE);
+        let here = services.terminals.take_in(self.session, down);
+        let is_over = tokio::select! {
+            why = self.hear(stream, &here) => { debug!(why, "an agent's terminal stream ended"); false }
+            why = speak(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
+            () = here.gone() => false,
+            () = services.stopping.cancelled() => false,
+            _ = until_over(&services, self.session, None) => true,
+        };
+        if is_over {
+            let close = Message::Binary(Down::Close.encode().into());
+            let _ = timeout(CLOSES_WITHIN, sink.send(close)).await;
+        }
+        let _ = timeout(CLOSES_WITHIN, sink.close()).await;
+    }
+
+    async fn hear(&self, mut stream: SplitStream<WebSocket>, here: &crate::terminal::Stream) -> String {
+        let silent_after = Duration::from_secs(SILENT_AFTER_SECONDS);
+        let mut silent_at = Instant::now() + silent_after;
+        loop {
+            let message = tokio::select! {
+                message = stream.next() => message,
+                () = sleep_until(silent_at) => return "the agent says nothing".to_owned(),
+            };
+            let said = match message {
+                Some(Ok(Message::Binary(bytes))) => Up::decode(&bytes),
+                Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Text(_))) => {
+                    silent_at = Instant::now() + silent_after;
+                    continue;
+                }
+                Some(Ok(Message::Close(_))) | None => return "closed".to_owned(),
+                Some(Err(error)) => return error.to_string(),
+            };
+            let said = match said {
+                Ok(said) => said,
+                Err(error) => return error.to_string(),
+            };
+            let exit = if let Up::Exited { exit } = &said { Some(*exit) } else { None };
+            here.deliver(said).await;
+            if let Some(exit) = exit {
+                self.end(exit).await;
+            }
+            // Counted from when it could be heard: whoever it was for may have been slow.
+            silent_at = Instant::now() + silent_after;
+        }
+    }
+
+    /// The agent says so again until it is told that the session is over.
+    async fn end(&self, exit: wire::terminal::Exit) {
+        let exit = match exit {
+            wire::terminal::Exit::Code(code) => Exit::Code(code),
+            wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
+        };
+        let Ok(permit) = authorize(&Principal::Node(self.node_id), Action::SpeakForNode) else { return };
+        let services = &self.api.services;
+        let asked = self.scope.asked(&permit, services.world.now() + ASK_WITHIN).urgently();
+        let command = terminal_session::Command::End { exit };
+        if let Err(error) = services.directory.ask::<TerminalSession>(&permit, self.session.0, command, asked).await {
+            debug!(error = %error, "a terminal session could not be told of its program's end");
+        }
+    }
+}
+
+async fn speak(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiver<Down>) -> String {
+    let mut beat = interval(Duration::from_secs(SAYS_EVERY_SECONDS));
+    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let message = tokio::select! {
+            down = downs.recv() => match down {
+                Some(down) => Message::Binary(down.encode().into()),
+                None => return "nobody is here".to_owned(),
+            },
+            _ = beat.tick() => Message::Ping(Vec::new().into()),
+        };
+        match timeout(SENDS_WITHIN, sink.send(message)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return error.to_string(),
+            Err(_) => return "the agent takes nothing".to_owned(),
+        }
+    }
+}

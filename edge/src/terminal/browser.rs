@@ -1,0 +1,472 @@
+//! One user's connection, from its upgrade to its close.
+//!
+//! Output goes to the user as fast as the user takes it: what is not acknowledged bounds what is sent, down to the program itself.
+//! Acknowledged is what was written to the socket, or, once the client says `ack`, what the client says; a page that is slow to draw
+//! holds its program by that, and not its own memory. Input is bounded likewise.
+
+use super::gateway::ask;
+use super::{Ending, Link, until_over};
+use crate::correlation::Scope;
+use crate::services::Services;
+use axum::extract::ws::{Message, WebSocket};
+use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
+use futures::stream::{SplitSink, SplitStream};
+use futures::{SinkExt as _, StreamExt as _};
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use uuid::Uuid;
+use wire::terminal::{CHUNK, Down, INPUT_WINDOW, Up};
+
+/// How often the user's end is asked whether it is there, and after how long a silence it counts as gone.
+const ASKS_EVERY: Duration = Duration::from_secs(15);
+const SILENT_AFTER: Duration = Duration::from_secs(45);
+/// How long the node's stream is looked for before the user is told to come again.
+const LOOKS_FOR: Duration = Duration::from_secs(60);
+const LOOKS_EVERY: Duration = Duration::from_millis(100);
+/// How long a session that has ended may take to say the rest.
+const REST: Duration = Duration::from_secs(3);
+const CLOSES_WITHIN: Duration = Duration::from_secs(2);
+/// Control messages and pings a second, on average and at once; more is no person.
+const CONTROLS_A_SECOND: u64 = 50;
+const CONTROLS_AT_ONCE: u64 = 200;
+
+/// What a client says in a text frame.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum FromUser {
+    Resize {
+        #[serde(alias = "cols")]
+        columns: u16,
+        rows: u16,
+    },
+    Ping,
+    /// It has the output up to this position, drawn and done with.
+    Ack {
+        position: u64,
+    },
+    /// It wants the session to end.
+    Exit,
+}
+
+/// What a client is told in a text frame.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ToUser {
+    /// Output follows from `position` on. `lost_bytes` before it were wanted and are gone.
+    Attached {
+        session_id: Uuid,
+        attachment: u32,
+        position: u64,
+        lost_bytes: u64,
+        expires_at: String,
+    },
+    Pong,
+    /// The program ended.
+    Exit {
+        code: Option<i32>,
+        signal: Option<i32>,
+    },
+}
+
+/// Close codes (decisions 5), each with a word for people.
+pub(super) mod close {
+    use super::{CLOSES_WITHIN, CloseReason, Message, WebSocket};
+    use axum::extract::ws::CloseFrame;
+
+    pub(in crate::terminal) const TOKEN: (u16, &str) = (4401, "token_invalid");
+    pub(in crate::terminal) const REVOKED: (u16, &str) = (4403, "revoked");
+    const LIFETIME: (u16, &str) = (4408, "lifetime");
+    pub(super) const REPLACED: (u16, &str) = (4409, "replaced");
+    pub(super) const EXITED: (u16, &str) = (1000, "exited");
+    pub(super) const MISUSED: (u16, &str) = (1008, "not understood, or too much of it");
+    pub(super) const TOO_BIG: (u16, &str) = (1009, "a message is too long");
+    const FAILED: (u16, &str) = (1011, "the node could not run the session");
+    pub(super) const RESTARTS: (u16, &str) = (1012, "connect again with a new token");
+    pub(super) const AWAY: (u16, &str) = (1013, "the node cannot be reached; connect again later");
+
+    pub(super) const fn of(reason: &CloseReason) -> (u16, &'static str) {
+        match reason {
+            CloseReason::Exited { .. } => EXITED,
+            CloseReason::Failed { .. } => FAILED,
+            CloseReason::NeverAttached => TOKEN,
+            CloseReason::Killed | CloseReason::AllocationEnded => REVOKED,
+            CloseReason::Lifetime => LIFETIME,
+        }
+    }
+
+    /// As [`of`], of a reason's code.
+    pub(in crate::terminal) fn of_code(code: &str) -> (u16, &'static str) {
+        match code {
+            "exited" => EXITED,
+            "failed" => FAILED,
+            "never_attached" => TOKEN,
+            "lifetime" => LIFETIME,
+            _ => REVOKED,
+        }
+    }
+
+    pub(super) fn frame((code, reason): (u16, &'static str)) -> Message {
+        Message::Close(Some(CloseFrame { code, reason: reason.into() }))
+    }
+
+    pub(in crate::terminal) async fn now(socket: &mut WebSocket, why: (u16, &'static str)) {
+        let _ = tokio::time::timeout(CLOSES_WITHIN, socket.send(frame(why))).await;
+    }
+}
+
+/// A user's connection that was let in.
+pub(super) struct Browser {
+    pub(super) services: Services,
+    pub(super) scope: Scope,
+    pub(super) session: TerminalSession,
+    pub(super) attachment: u32,
+    pub(super) from: Option<u64>,
+}
+
+/// Why it does not go on over this link.
+enum Parted {
+    /// The node's stream is cut: it is looked for again.
+    Link,
+    /// The user is gone, without or with a word.
+    User,
+    /// It ends, with this code.
+    Close((u16, &'static str)),
+}
+
+/// How far it is, over all links.
+#[derive(Default)]
+struct Progress {
+    /// Output is with the user up to here, as far as that is known.
+    delivered: AtomicU64,
+    knows: AtomicBool,
+    /// Up to where the client says it has it, once it says so.
+    acknowledged: AtomicU64,
+    acknowledges: AtomicBool,
+    /// Input that was sent and taken, on this link.
+    sent: AtomicU64,
+    taken: AtomicU64,
+    room: Notify,
+    /// Input waits for the program, so that nothing that the client says can be read.
+    stuck: AtomicBool,
+}
+
+impl Browser {
+    pub(super) async fn run(self, socket: WebSocket) {
+        let figures = self.services.terminals.figures().clone();
+        figures.connections.inc();
+        let (mut sink, mut stream) = socket.split();
+        let why = self.live(&mut sink, &mut stream).await;
+        if let Some(why) = why {
+            let _ = timeout(CLOSES_WITHIN, sink.send(close::frame(why))).await;
+        }
+        let detach = Command::Detach { attachment: self.attachment };
+        if let Err(error) = ask(&self.services, &self.scope, self.session.id, detach).await {
+            tracing::debug!(%error, "nobody was told that a terminal's connection is gone");
+        }
+        figures.connections.dec();
+    }
+
+    async fn live(
+        &self,
+        sink: &mut SplitSink<WebSocket, Message>,
+        stream: &mut SplitStream<WebSocket>,
+    ) -> Option<(u16, &'static str)> {
+        let progress = Progress::default();
+        let over = until_over(&self.services, self.session.id, Some(self.attachment));
+        let stopping = self.services.stopping.cancelled();
+        let ending = {
+            let carry = self.carry(&progress, sink, stream);
+            tokio::pin!(carry);
+            tokio::select! {
+                why = &mut carry => return why,
+                () = stopping => return Some(close::RESTARTS),
+                ending = over => match ending {
+                    // What its program said last may still be on its way.
+                    Ending::Closed(CloseReason::Exited { exit }) => {
+                        if let Ok(why) = timeout(REST, &mut carry).await {
+                            return why;
+                        }
+                        Ending::Closed(CloseReason::Exited { exit })
+                    }
+                    other => other,
+                },
+            }
+        };
+        match ending {
+            Ending::Replaced => Some(close::REPLACED),
+            Ending::Closed(reason) => {
+                if let CloseReason::Exited { exit } = reason {
+                    let _ = timeout(CLOSES_WITHIN, sink.send(text(&exit_of(exit)))).await;
+                }
+                Some(close::of(&reason))
+            }
+        }
+    }
+
+    /// Over one link after another, as long as there is one.
+    async fn carry(
+        &self,
+        progress: &Progress,
+        sink: &mut SplitSink<WebSocket, Message>,
+        stream: &mut SplitStream<WebSocket>,
+    ) -> Option<(u16, &'static str)> {
+        loop {
+            let Some(link) = self.link(progress).await else { return Some(close::AWAY) };
+            match self.talk(link, progress, sink, stream).await {
+                Parted::Link => tracing::info!("a terminal's node is out of reach; looking for it"),
+                Parted::User => return None,
+                Parted::Close(why) => return Some(why),
+            }
+        }
+    }
+
+    /// Joined with the session's agent, once that is somewhere.
+    async fn link(&self, progress: &Progress) -> Option<Link> {
+        let until = Instant::now() + LOOKS_FOR;
+        let from = if progress.knows.load(Ordering::Relaxed) {
+            Some(progress.delivered.load(Ordering::Relaxed))
+        } else {
+            self.from
+        };
+        loop {
+            if let Some(link) = self.services.terminals.link(self.session.id, self.attachment, from).await {
+                return Some(link);
+            }
+            if Instant::now() >= until {
+                return None;
+            }
+            tokio::time::sleep(LOOKS_EVERY).await;
+        }
+    }
+
+    async fn talk(
+        &self,
+        link: Link,
+        progress: &Progress,
+        sink: &mut SplitSink<WebSocket, Message>,
+        stream: &mut SplitStream<WebSocket>,
+    ) -> Parted {
+        progress.sent.store(0, Ordering::Relaxed);
+        progress.taken.store(0, Ordering::Relaxed);
+        let Link { up, down, attachment, _held: held } = link;
+        let (answers, answer) = mpsc::channel(8);
+        let parted = tokio::select! {
+            parted = self.to_user(up, &down, answer, attachment, progress, sink) => parted,
+            parted = from_user(&down, &answers, attachment, progress, stream) => parted,
+        };
+        // The agent is told that the user is gone.
+        drop(held);
+        parted
+    }
+
+    async fn to_user(
+        &self,
+        mut up: mpsc::Receiver<Up>,
+        down: &mpsc::Sender<Down>,
+        mut answers: mpsc::Receiver<ToUser>,
+        attachment: u32,
+        progress: &Progress,
+        sink: &mut SplitSink<WebSocket, Message>,
+    ) -> Parted {
+        let mut asks = interval(ASKS_EVERY);
+        asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut expected = None;
+        loop {
+            let said = tokio::select! {
+                said = up.recv() => said,
+                Some(answer) = answers.recv() => {
+                    if sink.send(text(&answer)).await.is_err() {
+                        return Parted::User;
+                    }
+                    continue;
+                }
+                _ = asks.tick() => {
+                    if sink.send(Message::Ping(Vec::new().into())).await.is_err() {
+                        return Parted::User;
+                    }
+                    continue;
+                }
+            };
+            match (said, expected) {
+                (None, _) => return Parted::Link,
+                (Some(Up::Attached { position, lost, .. }), _) => {
+                    expected = Some(position);
+                    let first = !progress.knows.swap(true, Ordering::Relaxed);
+                    progress.delivered.store(position, Ordering::Relaxed);
+                    // A link that was made anew behind its back is news only where something is missing.
+                    if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
+                        return Parted::User;
+                    }
+                }
+                (Some(Up::Output { position, bytes, .. }), Some(at)) if position == at => {
+                    let position = at + bytes.len() as u64;
+                    expected = Some(position);
+                    if sink.send(Message::Binary(bytes.into())).await.is_err() {
+                        return Parted::User;
+                    }
+                    progress.delivered.store(position, Ordering::Relaxed);
+                    let waits_for_client =
+                        progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
+                    if !waits_for_client && down.send(Down::Ack { attachment, position }).await.is_err() {
+                        return Parted::Link;
+                    }
+                }
+                // Something in between is missing: from there on once more.
+                (Some(Up::Output { .. }), Some(_)) => return Parted::Link,
+                // Of an earlier link.
+                (Some(Up::Output { .. }), None) => {}
+                (Some(Up::Taken { bytes, .. }), _) => {
+                    progress.taken.store(bytes, Ordering::Relaxed);
+                    progress.room.notify_one();
+                }
+                (Some(Up::Exited { exit }), _) => {
+                    let exit = match exit {
+                        wire::terminal::Exit::Code(code) => Exit::Code(code),
+                        wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
+                    };
+                    let _ = timeout(CLOSES_WITHIN, sink.send(text(&exit_of(exit)))).await;
+                    return Parted::Close(close::EXITED);
+                }
+            }
+        }
+    }
+
+    fn attached(&self, position: u64, lost_bytes: u64) -> ToUser {
+        ToUser::Attached {
+            session_id: self.session.id.0,
+            attachment: self.attachment,
+            position,
+            lost_bytes,
+            expires_at: self.session.ends_at.to_rfc3339_opts(chrono::SecondsFormat::Millis, true),
+        }
+    }
+}
+
+async fn from_user(
+    down: &mpsc::Sender<Down>,
+    answers: &mpsc::Sender<ToUser>,
+    attachment: u32,
+    progress: &Progress,
+    stream: &mut SplitStream<WebSocket>,
+) -> Parted {
+    let mut controls = Controls { left: CONTROLS_AT_ONCE, at: Instant::now() };
+    let mut silent_at = Instant::now() + SILENT_AFTER;
+    loop {
+        let message = tokio::select! {
+            message = stream.next() => message,
+            () = sleep_until(silent_at) => return Parted::User,
+        };
+        silent_at = Instant::now() + SILENT_AFTER;
+        let said = match message {
+            None => return Parted::User,
+            Some(Err(error)) => {
+                return if is_too_big(&error) { Parted::Close(close::TOO_BIG) } else { Parted::User };
+            }
+            Some(Ok(Message::Close(_))) => return Parted::User,
+            Some(Ok(Message::Binary(bytes))) => {
+                for chunk in bytes.chunks(CHUNK) {
+                    make_room(down, attachment, chunk.len() as u64, progress).await;
+                    let input = Down::Input { attachment, bytes: chunk.to_vec() };
+                    if down.send(input).await.is_err() {
+                        return Parted::Link;
+                    }
+                }
+                silent_at = Instant::now() + SILENT_AFTER;
+                continue;
+            }
+            Some(Ok(Message::Ping(_) | Message::Pong(_))) => {
+                if controls.take() {
+                    continue;
+                }
+                return Parted::Close(close::MISUSED);
+            }
+            Some(Ok(Message::Text(said))) => said,
+        };
+        // Acknowledgements come with the output, and are no more than that.
+        let understood = serde_json::from_str::<FromUser>(&said);
+        let counts = !matches!(understood, Ok(FromUser::Ack { .. }));
+        if counts && !controls.take() {
+            return Parted::Close(close::MISUSED);
+        }
+        let sent = match understood {
+            Ok(FromUser::Resize { columns, rows }) => down.send(Down::Resize { columns, rows }).await.is_ok(),
+            Ok(FromUser::Ack { position }) => {
+                progress.acknowledges.store(true, Ordering::Relaxed);
+                let position = progress.acknowledged.fetch_max(position, Ordering::Relaxed).max(position);
+                let position = position.min(progress.delivered.load(Ordering::Relaxed));
+                down.send(Down::Ack { attachment, position }).await.is_ok()
+            }
+            Ok(FromUser::Exit) => down.send(Down::Close).await.is_ok(),
+            Ok(FromUser::Ping) => {
+                // Who asks faster than it listens is answered once.
+                let _ = answers.try_send(ToUser::Pong);
+                true
+            }
+            Err(_) => return Parted::Close(close::MISUSED),
+        };
+        if !sent {
+            return Parted::Link;
+        }
+    }
+}
+
+/// Waits until the program has taken enough of what was typed before.
+async fn make_room(down: &mpsc::Sender<Down>, attachment: u32, bytes: u64, progress: &Progress) {
+    loop {
+        let (sent, taken) = (progress.sent.load(Ordering::Relaxed), progress.taken.load(Ordering::Relaxed));
+        let on_the_way = sent.saturating_sub(taken);
+        if on_the_way + bytes <= INPUT_WINDOW {
+            break;
+        }
+        // Its acknowledgements lie behind its input: until that is taken, what is written counts, or the two wait for each other.
+        progress.stuck.store(true, Ordering::Relaxed);
+        let position = progress.delivered.load(Ordering::Relaxed);
+        let _ = down.send(Down::Ack { attachment, position }).await;
+        progress.room.notified().await;
+    }
+    progress.stuck.store(false, Ordering::Relaxed);
+    progress.sent.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// How many control messages may still come.
+struct Controls {
+    left: u64,
+    at: Instant,
+}
+
+impl Controls {
+    fn take(&mut self) -> bool {
+        let passed = u64::try_from(self.at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let again = passed.saturating_mul(CONTROLS_A_SECOND) / 1000;
+        if again > 0 {
+            self.left = self.left.saturating_add(again).min(CONTROLS_AT_ONCE);
+            self.at = Instant::now();
+        }
+        self.left.checked_sub(1).map(|left| self.left = left).is_some()
+    }
+}
+
+fn is_too_big(error: &axum::Error) -> bool {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if cause.to_string().contains("too big") || cause.to_string().contains("too long") {
+            return true;
+        }
+        source = cause.source();
+    }
+    error.to_string().contains("too big") || error.to_string().contains("too long")
+}
+
+fn exit_of(exit: Exit) -> ToUser {
+    match exit {
+        Exit::Code(code) => ToUser::Exit { code: Some(code), signal: None },
+        Exit::Signal(signal) => ToUser::Exit { code: None, signal: Some(signal) },
+    }
+}
+
+fn text(message: &ToUser) -> Message {
+    Message::Text(serde_json::to_string(message).unwrap_or_default().into())
+}

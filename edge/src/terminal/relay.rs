@@ -1,0 +1,232 @@
+//! Joins a user's connection at one replica with the agent's stream at another, over the bus.
+//!
+//! Whoever has the stream listens on the session's subject. Whoever has the user says hello there, with a name for the link and where to
+//! answer; no answer, no stream. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on
+//! a subject of the link's own, and now and then that they are there.
+
+use super::seal::{Direction, Opening, Sealing, Shared};
+use super::{End, Link, QUEUE};
+use domain::TerminalSessionId;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use futures::{FutureExt as _, StreamExt as _};
+use secrecy::SecretSlice;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use wire::terminal::{Down, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
+
+/// A message from the bus.
+pub struct Heard {
+    pub payload: Vec<u8>,
+    /// Where an answer is waited for.
+    pub reply: Option<String>,
+}
+
+/// What is needed of the bus: core subjects, where nothing is kept.
+pub trait Bus: Send + Sync + 'static {
+    /// Whether it left.
+    fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool>;
+    /// Whether somebody answered.
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool>;
+    /// Heard from when this returns. `None`: there is no connection.
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Heard>>>;
+    /// A subject that this member alone may listen to.
+    fn inbox(&self, name: &str) -> String;
+}
+
+/// A hello, sealed behind the link's name.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    answer_to: String,
+    attachment: u32,
+    from: Option<u64>,
+}
+
+/// The first byte of everything that is said on a link.
+const ALIVE: u8 = 0;
+const MESSAGE: u8 = 1;
+const PARTED: u8 = 2;
+
+const LINK_NAME: usize = 16;
+const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+#[derive(Clone)]
+pub(super) struct Relay {
+    bus: Arc<dyn Bus>,
+    shared: Shared,
+}
+
+fn session_subject(session: TerminalSessionId) -> String {
+    format!("gpuaas.terminal.session.{}", session.0.simple())
+}
+
+fn link_subject(link: u128) -> String {
+    format!("gpuaas.terminal.link.{link:032x}")
+}
+
+impl Relay {
+    pub(super) fn new(bus: Arc<dyn Bus>, secret: SecretSlice<u8>) -> Self {
+        Self { bus, shared: Shared::new(secret) }
+    }
+
+    // ---- Where the stream is ----
+
+    /// Lets users of other replicas reach this agent's end, for as long as it is here.
+    pub(super) fn serve(&self, session: TerminalSessionId, end: Arc<End>) {
+        let relay = self.clone();
+        tokio::spawn(async move {
+            let gone = end.gone.clone();
+            tokio::select! {
+                () = gone.cancelled() => {}
+                () = relay.answer(session, &end) => {}
+            }
+        });
+    }
+
+    async fn answer(&self, session: TerminalSessionId, end: &Arc<End>) {
+        loop {
+            if let Some(mut hellos) = self.bus.subscribe(session_subject(session)).await {
+                while let Some(heard) = hellos.next().await {
+                    self.welcome(&heard, end).await;
+                }
+            }
+            tokio::time::sleep(SUBSCRIBES_AGAIN_AFTER).await;
+        }
+    }
+
+    async fn welcome(&self, heard: &Heard, end: &Arc<End>) {
+        let Some((name, sealed)) = heard.payload.split_first_chunk::<LINK_NAME>() else { return };
+        let link = u128::from_be_bytes(*name);
+        let mut opening = self.shared.opening(link, Direction::ToAgent);
+        let hello = opening.open(sealed).and_then(|plain| serde_json::from_slice::<Hello>(&plain).ok());
+        let (Some(hello), Some(reply)) = (hello, heard.reply.clone()) else { return };
+        let Some(messages) = self.bus.subscribe(link_subject(link)).await else { return };
+        let Some(joined) = end.join(hello.attachment, hello.from).await else { return };
+        if !self.bus.publish(reply, Vec::new()).await {
+            return;
+        }
+        let Link { up, down, _held: held, .. } = joined;
+        let talk = Talk {
+            bus: Arc::clone(&self.bus),
+            subject: hello.answer_to,
+            sealing: self.shared.sealing(link, Direction::ToUser),
+            opening,
+        };
+        let gone = end.gone.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = talk.run(messages, up, |up| up.encode(), down, |bytes| Down::decode(bytes).ok()) => {}
+                () = gone.cancelled() => {}
+            }
+            drop(held);
+        });
+    }
+
+    // ---- Where the user is ----
+
+    /// Looks for the session's agent at the other replicas. `None` where none has it.
+    pub(super) async fn reach(&self, session: TerminalSessionId, attachment: u32, from: Option<u64>) -> Option<Link> {
+        let link: u128 = rand::random();
+        let answer_to = self.bus.inbox(&format!("terminal.{link:032x}"));
+        let messages = self.bus.subscribe(answer_to.clone()).await?;
+        let mut sealing = self.shared.sealing(link, Direction::ToAgent);
+        let hello = serde_json::to_vec(&Hello { answer_to, attachment, from }).ok()?;
+        let mut payload = link.to_be_bytes().to_vec();
+        payload.extend(sealing.seal(&hello)?);
+        if !self.bus.request(session_subject(session), payload).await {
+            return None;
+        }
+        let (up, receiver) = mpsc::channel(QUEUE);
+        let (sender, down) = mpsc::channel(QUEUE);
+        let talk = Talk {
+            bus: Arc::clone(&self.bus),
+            subject: link_subject(link),
+            sealing,
+            opening: self.shared.opening(link, Direction::ToUser),
+        };
+        tokio::spawn(talk.run(messages, down, |down: &Down| down.encode(), up, |bytes| Up::decode(bytes).ok()).boxed());
+        Some(Link { attachment, up: receiver, down: sender, _held: None })
+    }
+}
+
+/// One side of a link.
+struct Talk {
+    bus: Arc<dyn Bus>,
+    /// Where the other side listens.
+    subject: String,
+    sealing: Sealing,
+    opening: Opening,
+}
+
+impl Talk {
+    /// Carries messages until either side parts, says nothing for too long, or says something that was not to come next.
+    async fn run<Said: Send, Told: Send>(
+        mut self,
+        mut messages: BoxStream<'static, Heard>,
+        mut say: mpsc::Receiver<Said>,
+        encode: impl Fn(&Said) -> Vec<u8> + Send,
+        tell: mpsc::Sender<Told>,
+        decode: impl Fn(&[u8]) -> Option<Told> + Send,
+    ) {
+        let (bus, subject) = (Arc::clone(&self.bus), self.subject.clone());
+        let mut opening = self.opening;
+        let hear = async {
+            let silent_after = Duration::from_secs(SILENT_AFTER_SECONDS);
+            let mut silent_at = Instant::now() + silent_after;
+            loop {
+                let heard = tokio::select! {
+                    heard = messages.next() => heard,
+                    () = sleep_until(silent_at) => return,
+                };
+                silent_at = Instant::now() + silent_after;
+                let Some(plain) = heard.and_then(|heard| opening.open(&heard.payload)) else { return };
+                match plain.split_first() {
+                    Some((&ALIVE, _)) => {}
+                    Some((&MESSAGE, message)) => {
+                        let Some(told) = decode(message) else { return };
+                        if tell.send(told).await.is_err() {
+                            return;
+                        }
+                        silent_at = Instant::now() + silent_after;
+                    }
+                    Some(_) | None => return,
+                }
+            }
+        };
+        let sealing = &mut self.sealing;
+        let speak = async {
+            let mut beat = interval(Duration::from_secs(SAYS_EVERY_SECONDS));
+            beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                let words = tokio::select! {
+                    said = say.recv() => match said {
+                        Some(said) => joined(MESSAGE, &encode(&said)),
+                        None => return,
+                    },
+                    _ = beat.tick() => vec![ALIVE],
+                };
+                let Some(sealed) = sealing.seal(&words) else { return };
+                if !bus.publish(subject.clone(), sealed).await {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = hear => {}
+            () = speak => {}
+        }
+        if let Some(sealed) = self.sealing.seal(&[PARTED]) {
+            self.bus.publish(self.subject.clone(), sealed).await;
+        }
+    }
+}
+
+fn joined(kind: u8, message: &[u8]) -> Vec<u8> {
+    let mut words = Vec::with_capacity(1 + message.len());
+    words.push(kind);
+    words.extend_from_slice(message);
+    words
+}

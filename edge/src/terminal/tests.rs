@@ -1,0 +1,198 @@
+use super::*;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use futures::{FutureExt as _, StreamExt as _};
+use relay::Heard;
+use std::time::Duration;
+use tokio::sync::broadcast;
+use tokio_util::sync::CancellationToken;
+use wire::terminal::Exit;
+
+const SESSION: TerminalSessionId = TerminalSessionId(Uuid::from_u128(5));
+
+/// A bus in this process that shows everything that was said on it.
+#[derive(Clone)]
+struct Room {
+    said: broadcast::Sender<(String, Vec<u8>, Option<String>)>,
+    member: &'static str,
+    cut: CancellationToken,
+}
+
+impl Room {
+    fn new() -> Self {
+        Self { said: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new() }
+    }
+}
+
+impl Bus for Room {
+    fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+        async move { !self.cut.is_cancelled() && self.said.send((subject, payload, None)).is_ok() }.boxed()
+    }
+
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+        async move {
+            let reply = format!("reply.{}", Uuid::new_v4());
+            let Some(mut answers) = self.subscribe(reply.clone()).await else { return false };
+            let _ = self.said.send((subject, payload, Some(reply)));
+            tokio::time::timeout(Duration::from_millis(300), answers.next()).await.is_ok()
+        }
+        .boxed()
+    }
+
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Heard>>> {
+        let messages = tokio_stream(self.said.subscribe());
+        let of_subject = messages.filter_map(move |(on, payload, reply)| {
+            let heard = (on == subject).then_some(Heard { payload, reply });
+            async move { heard }
+        });
+        async move { Some(of_subject.boxed()) }.boxed()
+    }
+
+    fn inbox(&self, name: &str) -> String {
+        format!("inbox.{}.{name}", self.member)
+    }
+}
+
+type Said = (String, Vec<u8>, Option<String>);
+
+fn tokio_stream(receiver: broadcast::Receiver<Said>) -> BoxStream<'static, Said> {
+    futures::stream::unfold(receiver, |mut receiver| async move {
+        let said = receiver.recv().await.ok()?;
+        Some((said, receiver))
+    })
+    .boxed()
+}
+
+fn replica(room: &Room, secret: u8) -> Terminals {
+    Terminals::register(&Registry::new(), Some(Arc::new(room.clone())), vec![secret; 32].into()).unwrap()
+}
+
+/// An agent's stream at a replica.
+fn stream_at(replica: &Terminals) -> (Stream, mpsc::Receiver<Down>) {
+    let (down, downs) = mpsc::channel(16);
+    (replica.take_in(SESSION, down), downs)
+}
+
+/// The relay listens a moment after the stream is taken in.
+async fn linked(replica: &Terminals, attachment: u32, from: Option<u64>) -> Link {
+    for _ in 0..20 {
+        if let Some(link) = replica.link(SESSION, attachment, from).await {
+            return link;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("no link");
+}
+
+fn output(attachment: u32, bytes: &[u8]) -> Up {
+    Up::Output { attachment, position: 0, bytes: bytes.to_vec() }
+}
+
+#[tokio::test]
+async fn in_one_process_two_ends_are_joined_without_a_bus() {
+    let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
+    assert!(alone.link(SESSION, 1, None).await.is_none(), "there is no stream");
+    let (stream, mut downs) = stream_at(&alone);
+    let mut link = alone.link(SESSION, 1, Some(7)).await.unwrap();
+    assert_eq!(downs.recv().await.unwrap(), Down::Attach { attachment: 1, from: Some(7) });
+    stream.deliver(output(1, b"hello")).await;
+    assert_eq!(link.up.recv().await.unwrap(), output(1, b"hello"));
+    drop(link);
+    assert_eq!(downs.recv().await.unwrap(), Down::Detach { attachment: 1 });
+    drop(stream);
+    assert!(alone.link(SESSION, 1, None).await.is_none(), "the stream is gone");
+}
+
+#[tokio::test]
+async fn a_later_connection_takes_the_place_of_an_earlier_one_and_never_the_other_way() {
+    let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
+    let (stream, mut downs) = stream_at(&alone);
+    let mut first = alone.link(SESSION, 1, None).await.unwrap();
+    let mut second = alone.link(SESSION, 2, None).await.unwrap();
+    assert!(first.up.recv().await.is_none(), "it is parted");
+    assert!(alone.link(SESSION, 1, None).await.is_none());
+    drop(first);
+    stream.deliver(output(1, b"late")).await;
+    stream.deliver(output(2, b"new")).await;
+    assert_eq!(second.up.recv().await.unwrap(), output(2, b"new"));
+    // Who was put out does not detach who came after.
+    drop(second);
+    let mut said = Vec::new();
+    while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
+        said.push(down);
+    }
+    let attach = |attachment| Down::Attach { attachment, from: None };
+    assert_eq!(said, [attach(1), attach(2), Down::Detach { attachment: 2 }]);
+}
+
+#[tokio::test]
+async fn user_and_agent_at_two_replicas_hear_each_other_and_the_bus_hears_nothing() {
+    let room = Room::new();
+    let mut overheard = room.said.subscribe();
+    let (here, there) = (replica(&room, 1), replica(&room, 1));
+    let (stream, mut downs) = stream_at(&there);
+    let mut link = linked(&here, 3, Some(9)).await;
+    assert_eq!(downs.recv().await.unwrap(), Down::Attach { attachment: 3, from: Some(9) });
+    link.down.send(Down::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() }).await.unwrap();
+    assert_eq!(downs.recv().await.unwrap(), Down::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() });
+    for n in 0..200_u32 {
+        stream.deliver(output(3, format!("a secret that is shown {n}").as_bytes())).await;
+        assert_eq!(link.up.recv().await.unwrap(), output(3, format!("a secret that is shown {n}").as_bytes()));
+    }
+    stream.deliver(Up::Exited { exit: Exit::Code(0) }).await;
+    assert_eq!(link.up.recv().await.unwrap(), Up::Exited { exit: Exit::Code(0) });
+    drop(link);
+    assert_eq!(downs.recv().await.unwrap(), Down::Detach { attachment: 3 });
+    while let Ok((_, payload, _)) = overheard.try_recv() {
+        assert!(!payload.windows(6).any(|part| part == b"secret"), "it can be read on the bus");
+    }
+}
+
+#[tokio::test]
+async fn a_stream_that_is_gone_or_of_another_cluster_answers_nobody() {
+    let room = Room::new();
+    let (here, stranger) = (replica(&room, 1), replica(&room, 2));
+    let (_stream, _downs) = stream_at(&stranger);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert!(here.link(SESSION, 1, None).await.is_none(), "another secret");
+    let there = replica(&room, 1);
+    let (stream, mut downs) = stream_at(&there);
+    let mut link = linked(&here, 1, None).await;
+    assert!(downs.recv().await.is_some());
+    drop(stream);
+    assert!(link.up.recv().await.is_none(), "the user's end is told");
+    assert!(here.link(SESSION, 1, None).await.is_none());
+}
+
+#[tokio::test]
+async fn a_bus_that_is_cut_parts_them() {
+    let room = Room::new();
+    let (here, there) = (replica(&room, 1), replica(&room, 1));
+    let (_stream, _downs) = stream_at(&there);
+    let mut link = linked(&here, 1, None).await;
+    room.cut.cancel();
+    link.down.send(Down::Resize { columns: 1, rows: 1 }).await.unwrap();
+    assert!(link.up.recv().await.is_none());
+}
+
+#[test]
+fn a_token_says_which_session_it_is_for_and_is_read_in_one_form_alone() {
+    let (token, hash) = mint(SESSION.0);
+    let (session, read) = read_token(&token).unwrap();
+    assert_eq!(session, SESSION);
+    assert!(read.matches(&hash));
+    let text = token.expose_secret();
+    let (secret, id) = text.rsplit_once('.').unwrap();
+    for bad in [
+        String::new(),
+        secret.to_owned(),
+        format!("{secret}."),
+        format!("{secret}.{}", SESSION.0),
+        format!("{secret}.{}", id.to_uppercase().replace('0', "A")),
+        format!("{secret}x.{id}"),
+        format!(".{id}"),
+        format!("{text}.{id}"),
+    ] {
+        assert!(read_token(&bad.clone().into()).is_none(), "{bad}");
+    }
+}

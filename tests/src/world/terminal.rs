@@ -1,0 +1,237 @@
+//! A user's terminal by hand: a WebSocket as a browser makes one, that counts what it gets and says what a test tells it.
+
+use super::client::{Answer, Client};
+use super::{PATIENCE, World};
+use futures::{SinkExt as _, StreamExt as _};
+use reqwest::Method;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
+use tokio_tungstenite::tungstenite::protocol::CloseFrame;
+use tokio_tungstenite::tungstenite::{Error, Message};
+use tokio_tungstenite::{WebSocketStream, client_async};
+use uuid::Uuid;
+
+/// The way to a gateway.
+#[derive(Clone)]
+pub struct Gateway {
+    ca: PathBuf,
+    /// `host:port`.
+    at: String,
+}
+
+/// How a connection is asked for.
+#[derive(Clone, Debug, Default)]
+pub struct Asking {
+    pub token: Option<String>,
+    pub origin: Option<String>,
+    pub from: Option<u64>,
+    pub query: Option<String>,
+}
+
+/// A token, as it was issued.
+#[derive(Clone, Debug)]
+pub struct Ticket {
+    pub token: String,
+    pub session: Uuid,
+}
+
+/// An open terminal.
+pub struct Terminal {
+    socket: WebSocketStream<TlsStream<TcpStream>>,
+    /// Everything that was shown.
+    pub shown: Vec<u8>,
+    /// The position after it.
+    pub position: u64,
+    /// The control messages that were not asked for yet.
+    pub told: Vec<Value>,
+    pub closed: Option<(u16, String)>,
+}
+
+impl World {
+    /// Through the balancer.
+    #[must_use]
+    pub fn gateway(&self) -> Gateway {
+        Gateway { ca: self.authority.certificate_path().to_owned(), at: self.public.address().to_string() }
+    }
+
+    /// Of one replica.
+    #[must_use]
+    pub fn gateway_at(&self, replica: usize) -> Gateway {
+        let at = self.replicas[replica].public_url().trim_start_matches("https://").to_owned();
+        Gateway { at, ..self.gateway() }
+    }
+
+    /// A token for a terminal on the allocation, as this person.
+    pub async fn ticket(&mut self, by: &Client, allocation: Uuid, session: Option<Uuid>) -> Ticket {
+        let issued = self.try_ticket(by, allocation, session).await.created();
+        let token = issued["token"].as_str().expect("a token").to_owned();
+        self.keep_secret("a terminal token", &token);
+        Ticket { token, session: issued["session_id"].as_str().unwrap().parse().unwrap() }
+    }
+
+    /// The answer to one who asks for a token.
+    pub async fn try_ticket(&self, by: &Client, allocation: Uuid, session: Option<Uuid>) -> Answer {
+        let body = session.map_or_else(|| json!({}), |session| json!({ "session_id": session }));
+        by.once(Method::POST, &format!("/api/v1/allocations/{allocation}/terminal-tokens"), Some(&body)).await
+    }
+
+    /// A fresh terminal of `user` on the allocation, through the balancer.
+    pub async fn terminal(&mut self, allocation: Uuid) -> (Terminal, Uuid) {
+        let ticket = self.ticket(&self.user.clone(), allocation, None).await;
+        let mut terminal = self.gateway().open(&ticket.token, None).await;
+        terminal.attached().await;
+        (terminal, ticket.session)
+    }
+}
+
+impl Gateway {
+    /// Opens a terminal, which the gateway has to let in as far as the upgrade.
+    pub async fn open(&self, token: &str, from: Option<u64>) -> Terminal {
+        let asking = Asking { token: Some(token.to_owned()), from, ..Asking::default() };
+        self.ask(&asking).await.unwrap_or_else(|refused| panic!("the gateway answers {refused:?}"))
+    }
+
+    /// # Errors
+    /// Status and body of an answer that is no upgrade.
+    pub async fn ask(&self, asking: &Asking) -> Result<Terminal, (u16, Value)> {
+        let query = asking.query.as_ref().map(|query| format!("?{query}")).unwrap_or_default();
+        let url = format!("wss://{}/ws/v1/terminal{query}", self.at);
+        let mut request = url.into_client_request().expect("a URL");
+        let mut offered = vec!["gpu.terminal.v1".to_owned()];
+        offered.extend(asking.token.iter().map(|token| format!("token.{token}")));
+        offered.extend(asking.from.map(|from| format!("from.{from}")));
+        request.headers_mut().insert("sec-websocket-protocol", offered.join(", ").parse().unwrap());
+        if let Some(origin) = &asking.origin {
+            request.headers_mut().insert("origin", origin.parse().unwrap());
+        }
+        let stream = tls(&self.ca, &self.at).await;
+        match timeout(PATIENCE, client_async(request, stream)).await.expect("the gateway answers") {
+            Ok((socket, answer)) => {
+                assert_eq!(answer.headers()["sec-websocket-protocol"], "gpu.terminal.v1");
+                Ok(Terminal { socket, shown: Vec::new(), position: 0, told: Vec::new(), closed: None })
+            }
+            Err(Error::Http(answer)) => {
+                let body = answer.body().as_deref().and_then(|body| serde_json::from_slice(body).ok());
+                Err((answer.status().as_u16(), body.unwrap_or_default()))
+            }
+            Err(error) => panic!("no upgrade: {error}"),
+        }
+    }
+}
+
+async fn tls(ca: &Path, at: &str) -> TlsStream<TcpStream> {
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_file_iter(ca).unwrap() {
+        roots.add(certificate.unwrap()).unwrap();
+    }
+    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    let stream = TcpStream::connect(at).await.expect("the gateway listens");
+    stream.set_nodelay(true).unwrap();
+    let host = at.rsplit_once(':').expect("a port").0.to_owned();
+    let name = ServerName::try_from(host).unwrap();
+    TlsConnector::from(Arc::new(config)).connect(name, stream).await.expect("TLS")
+}
+
+impl Terminal {
+    /// What is typed.
+    pub async fn enter(&mut self, text: &str) {
+        self.socket.send(Message::Binary(text.as_bytes().to_vec().into())).await.expect("the terminal takes input");
+    }
+
+    pub async fn control(&mut self, message: &Value) {
+        self.socket.send(Message::Text(message.to_string().into())).await.expect("the terminal takes control");
+    }
+
+    /// Any message at all.
+    ///
+    /// # Errors
+    /// Where the connection is gone.
+    pub async fn send(&mut self, message: Message) -> Result<(), Error> {
+        self.socket.send(message).await
+    }
+
+    /// Takes in one message. `false`: nothing came in that time, or nothing comes any more.
+    pub async fn hear(&mut self, within: Duration) -> bool {
+        if self.closed.is_some() {
+            return false;
+        }
+        let Ok(message) = timeout(within, self.socket.next()).await else { return false };
+        match message {
+            Some(Ok(Message::Binary(bytes))) => {
+                self.position += bytes.len() as u64;
+                self.shown.extend_from_slice(&bytes);
+            }
+            Some(Ok(Message::Text(text))) => {
+                let said: Value = serde_json::from_str(&text).expect("control is JSON");
+                if said["type"] == "attached" {
+                    self.position = said["position"].as_u64().expect("a position");
+                }
+                self.told.push(said);
+            }
+            Some(Ok(Message::Close(frame))) => {
+                let said = frame.map(|CloseFrame { code, reason }| (u16::from(code), reason.to_string()));
+                self.closed = Some(said.unwrap_or((1005, String::new())));
+            }
+            Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Frame(_))) => {}
+            Some(Err(_)) | None => self.closed = Some((1006, "cut".to_owned())),
+        }
+        true
+    }
+
+    /// Waits for a control message of that type.
+    pub async fn told(&mut self, kind: &str) -> Value {
+        let until = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            if let Some(at) = self.told.iter().position(|said| said["type"] == kind) {
+                return self.told.remove(at);
+            }
+            assert!(
+                tokio::time::Instant::now() < until && self.closed.is_none(),
+                "never told {kind}: {:?}",
+                self.closed
+            );
+            self.hear(Duration::from_millis(200)).await;
+        }
+    }
+
+    pub async fn attached(&mut self) -> Value {
+        self.told("attached").await
+    }
+
+    /// Waits until this is shown.
+    pub async fn shows(&mut self, text: &str) {
+        let until = tokio::time::Instant::now() + PATIENCE;
+        while !self.text().contains(text) {
+            let late = tokio::time::Instant::now() >= until || self.closed.is_some();
+            assert!(!late, "{text:?} is never shown ({:?}): {}", self.closed, self.text());
+            self.hear(Duration::from_millis(200)).await;
+        }
+    }
+
+    #[must_use]
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.shown).into_owned()
+    }
+
+    /// Waits for the close frame and answers with its code.
+    pub async fn close_code(&mut self) -> u16 {
+        let until = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            if let Some((code, _)) = &self.closed {
+                return *code;
+            }
+            assert!(tokio::time::Instant::now() < until, "it is never closed");
+            self.hear(Duration::from_millis(200)).await;
+        }
+    }
+}
