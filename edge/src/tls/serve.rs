@@ -1,9 +1,10 @@
 //! The listener: accepts, does handshakes off the accept loop, and serves HTTP/1.1 and HTTP/2 within limits.
 
 use std::{
+    convert::Infallible,
     io,
     net::SocketAddr,
-    pin::pin,
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,7 +17,7 @@ use axum::{Router, extract::ConnectInfo, extract::Request};
 use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
-    service::service_fn,
+    service::{HttpService, service_fn},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{HandshakeKind, ServerConfig};
@@ -107,12 +108,20 @@ impl TlsServer {
                 () = stop.cancelled() => break,
                 accepted = accept(&listener, &slots, &handshakes) => accepted?,
             };
-            let Accepted { stream, address, slot, handshake } = accepted;
             let (server, stop, cut) = (Arc::clone(&server), stop.clone(), cut.clone());
+            let connections = running.clone();
             running.spawn(async move {
-                tokio::select! {
-                    () = cut.cancelled() => {}
-                    () = server.connection(stream, address, slot, handshake, &stop) => {}
+                let connected = tokio::select! {
+                    () = cut.cancelled() => return,
+                    connected = server.shake_hands(accepted) => connected,
+                };
+                // A task of its own: this one keeps the room that the handshake took for as long as it lives.
+                match connected {
+                    Some(connected) if connected.speaks_h2 => {
+                        drop(connections.spawn(server.http2(connected, stop, cut)))
+                    }
+                    Some(connected) => drop(connections.spawn(server.http1(connected, stop, cut))),
+                    None => {}
                 }
             });
         }
@@ -126,20 +135,20 @@ impl TlsServer {
         Ok(())
     }
 
-    async fn connection(
-        &self,
-        stream: TcpStream,
-        address: SocketAddr,
-        slot: OwnedSemaphorePermit,
-        handshake: OwnedSemaphorePermit,
-        stop: &CancellationToken,
-    ) {
+    async fn shake_hands(&self, accepted: Accepted) -> Option<Connected> {
+        let Accepted { stream, address, slot, handshake } = accepted;
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
         let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
             Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return debug!(%address, %error, "a TLS handshake failed"),
-            Err(_) => return debug!(%address, "a TLS handshake took too long"),
+            Ok(Err(error)) => {
+                debug!(%address, %error, "a TLS handshake failed");
+                return None;
+            }
+            Err(_) => {
+                debug!(%address, "a TLS handshake took too long");
+                return None;
+            }
         };
         drop(handshake);
         let session = stream.get_ref().1;
@@ -152,19 +161,66 @@ impl TlsServer {
             .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
         let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
-        self.speak(stream, peer, speaks_h2, stop).await;
+        Some(Connected { stream, peer, speaks_h2 })
     }
 
-    async fn speak(
+    fn http2(
         &self,
-        stream: Watched<TlsStream<TcpStream>>,
-        peer: Peer,
-        speaks_h2: bool,
-        stop: &CancellationToken,
+        connected: Connected,
+        stop: CancellationToken,
+        cut: CancellationToken,
+    ) -> impl Future<Output = ()> + use<> {
+        let limits = &self.limits;
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(limits.streams)
+            .max_pending_accept_reset_streams(limits.pending_resets)
+            .max_local_error_reset_streams(limits.pending_resets * 4)
+            .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX))
+            // Finds peers that are gone without a word.
+            .keep_alive_interval(Duration::from_secs(30))
+            .keep_alive_timeout(Duration::from_secs(20));
+        let (driving, service) = self.driving(&connected, stop, cut);
+        let connection = builder.serve_connection(TokioIo::new(connected.stream), service);
+        driving.drive(Box::pin(connection), |connection| connection.graceful_shutdown())
+    }
+
+    fn http1(
+        &self,
+        connected: Connected,
+        stop: CancellationToken,
+        cut: CancellationToken,
+    ) -> impl Future<Output = ()> + use<> {
+        let limits = &self.limits;
+        let mut builder = http1::Builder::new();
+        builder
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.header_read_timeout)
+            .max_buf_size(limits.header_bytes.max(8192))
+            .max_headers(limits.header_count);
+        let (driving, service) = self.driving(&connected, stop, cut);
+        let connection = builder.serve_connection(TokioIo::new(connected.stream), service).with_upgrades();
+        driving.drive(Box::pin(connection), |connection| connection.graceful_shutdown())
+    }
+
+    /// What answers the requests of a connection, and what ends it.
+    fn driving(
+        &self,
+        connected: &Connected,
+        stop: CancellationToken,
+        cut: CancellationToken,
+    ) -> (
+        Driving,
+        impl HttpService<Incoming, ResBody = axum::body::Body, Error = Infallible, Future: Send + 'static>
+        + Send
+        + 'static
+        + use<>,
     ) {
-        let address = peer.address;
         let asked = Arc::new(AtomicBool::new(false));
+        let first_by = Instant::now() + self.limits.header_read_timeout;
         let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
+        let peer = connected.peer.clone();
         let service = service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             let mut request = request.map(axum::body::Body::new);
@@ -172,54 +228,49 @@ impl TlsServer {
             request.extensions_mut().insert(ConnectInfo(peer));
             router.clone().oneshot(request)
         });
-        let io = TokioIo::new(stream);
-        let limits = &self.limits;
-        let first_by = Instant::now() + limits.header_read_timeout;
-        // The two connection types share methods, not a trait.
-        macro_rules! drive {
-            ($connection:expr) => {{
-                let mut connection = pin!($connection);
-                let (mut draining, mut awaiting_first) = (false, true);
-                loop {
-                    tokio::select! {
-                        result = connection.as_mut() => break result,
-                        () = stop.cancelled(), if !draining => {
-                            draining = true;
-                            connection.as_mut().graceful_shutdown();
-                        }
-                        () = sleep_until(first_by), if awaiting_first => {
-                            awaiting_first = false;
-                            if !asked.load(Ordering::Relaxed) {
-                                break Ok(());
-                            }
-                        }
+        (Driving { asked, first_by, address: connected.peer.address, stop, cut }, service)
+    }
+}
+
+/// A connection after its handshake.
+struct Connected {
+    stream: Watched<TlsStream<TcpStream>>,
+    peer: Peer,
+    speaks_h2: bool,
+}
+
+/// What ends a connection beside itself.
+struct Driving {
+    /// Whether there was a request.
+    asked: Arc<AtomicBool>,
+    first_by: Instant,
+    address: SocketAddr,
+    stop: CancellationToken,
+    cut: CancellationToken,
+}
+
+impl Driving {
+    /// `connection` lies in a box of its own size: inside of a future it would lie there twice, where it came in and where it is pinned.
+    async fn drive<C: Future<Output = hyper::Result<()>>>(self, mut connection: Pin<Box<C>>, drain: fn(Pin<&mut C>)) {
+        let (mut draining, mut awaiting_first) = (false, true);
+        let result = loop {
+            tokio::select! {
+                result = connection.as_mut() => break result,
+                () = self.cut.cancelled() => return,
+                () = self.stop.cancelled(), if !draining => {
+                    draining = true;
+                    drain(connection.as_mut());
+                }
+                () = sleep_until(self.first_by), if awaiting_first => {
+                    awaiting_first = false;
+                    if !self.asked.load(Ordering::Relaxed) {
+                        break Ok(());
                     }
                 }
-            }};
-        }
-        let result = if speaks_h2 {
-            let mut builder = http2::Builder::new(TokioExecutor::new());
-            builder
-                .timer(TokioTimer::new())
-                .max_concurrent_streams(limits.streams)
-                .max_pending_accept_reset_streams(limits.pending_resets)
-                .max_local_error_reset_streams(limits.pending_resets * 4)
-                .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX))
-                // Finds peers that are gone without a word.
-                .keep_alive_interval(Duration::from_secs(30))
-                .keep_alive_timeout(Duration::from_secs(20));
-            drive!(builder.serve_connection(io, service))
-        } else {
-            let mut builder = http1::Builder::new();
-            builder
-                .timer(TokioTimer::new())
-                .header_read_timeout(limits.header_read_timeout)
-                .max_buf_size(limits.header_bytes.max(8192))
-                .max_headers(limits.header_count);
-            drive!(builder.serve_connection(io, service).with_upgrades())
+            }
         };
         if let Err(error) = result {
-            debug!(%address, %error, "a connection ended with an error");
+            debug!(address = %self.address, %error, "a connection ended with an error");
         }
     }
 }
