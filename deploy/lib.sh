@@ -214,16 +214,30 @@ ensure_contract_tools() {
     cp "$wanted" "$folder/installed.txt"
 }
 
+# Installs, and has no daemon started by it (Debian Policy 9.3.3): the tests start their own.
+without_daemons() {
+    local policy=/usr/sbin/policy-rc.d
+    if [ "$(id -u)" -ne 0 ] || [ -e "$policy" ]; then
+        "$@"
+        return
+    fi
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 0755 "$policy"
+    "$@"
+    rm -f "$policy"
+}
+
 # What the tests need beside that: a browser, sudo, systemd's analyzer, Python for the contract's tools, and the proxies of deploy/ingress.
 ensure_test_tools() {
     local missing=()
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
-    # For the executor that makes Linux users, and the units.
+    # For the executor that makes Linux users, its door, and the units.
+    [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
     python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
     python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
-    [ "${#missing[@]}" -eq 0 ] || apt "${missing[@]}"
+    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
     ensure_proxies
 }

@@ -141,6 +141,7 @@ impl<M: Machine> Hosted<M> {
                 Output::Perform(effect) => self.host.effects().perform(effect),
                 Output::Sleep => self.leave(Exit::Asleep, myself),
                 Output::Die(reason) => self.leave(Exit::Died { reason }, myself),
+                Output::Lose(reason) => self.leave(Exit::Lost { reason }, myself),
                 Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
             }
         }

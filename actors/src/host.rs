@@ -1,25 +1,36 @@
 //! The entities of the shards that this process owns: woken by the first command, asleep when nobody needs them, with a bound in
 //! front of every mailbox, and parked where they fail too often.
 
+mod awake;
+mod failures;
+mod rows;
+mod shard;
+mod slot;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use awake::{Facts, Memory};
+pub(crate) use failures::Exit;
+pub use rows::{EntityRow, EntityStatus, Figures, ShardRow};
+pub use slot::Slot;
+
 use crate::ask::{Answer, AskError, Asked};
 use crate::entity::{Entity, Message, Start, Waiter};
 use crate::place::shard_of;
-use crate::ports::{Effects, Store, Term, World};
-use crate::shell::{Ask, Input};
+use crate::ports::{Effects, Store, World};
+use crate::shell::Ask;
 use crate::watch::{Watch, Watches};
+use awake::{Awake, Found, mailbox_of, put_to_sleep};
 use dashmap::DashMap;
-use domain::commit::Epoch;
 use domain::machine::Command as _;
-use domain::{CommandId, EntityRef, Kind, Machine, Shard, Timestamp};
-use ractor::{Actor, ActorCell, ActorId, ActorProcessingErr, ActorRef, ActorRuntime, ActorStatus, SupervisionEvent};
-use serde::{Deserialize, Serialize};
-use std::any::Any;
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use domain::{CommandId, EntityRef, Machine, Shard};
+use failures::Failures;
+use ractor::{ActorRef, ActorRuntime, ActorStatus};
+use shard::OwnedShard;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 use tracing::Span;
 use uuid::Uuid;
 
@@ -32,11 +43,13 @@ pub struct HostConfig {
     pub per_shard: usize,
     /// An entity that was not needed for so long is put to sleep.
     pub sleep_after: Duration,
-    /// So many failures within [`HostConfig::window`] park an entity.
+    /// So many failures of its own within [`HostConfig::window`] park an entity.
     pub intensity: usize,
     pub window: Duration,
-    /// The pause after a first failure; it doubles with each further one.
+    /// The pause after a first failure; it doubles with each further one, up to the longest. Whoever was lost with the store is wanted
+    /// soon after it is back.
     pub backoff: Duration,
+    pub longest_backoff: Duration,
 }
 
 impl Default for HostConfig {
@@ -48,6 +61,7 @@ impl Default for HostConfig {
             intensity: 5,
             window: Duration::from_secs(60),
             backoff: Duration::from_millis(50),
+            longest_backoff: Duration::from_secs(1),
         }
     }
 }
@@ -65,200 +79,6 @@ pub struct Host {
     watches: Watches,
     tokens: AtomicU64,
     restarts: AtomicU64,
-}
-
-/// A shard in this process's hands.
-struct OwnedShard {
-    term: Term,
-    since: Timestamp,
-    closing: AtomicBool,
-    waiting: Arc<AtomicUsize>,
-    supervisor: ActorRef<()>,
-}
-
-/// An entity that has an actor.
-struct Awake {
-    /// Under which term of its shard it was woken.
-    owned: Arc<OwnedShard>,
-    actor: ActorId,
-    cell: ActorCell,
-    /// `ActorRef<Message<M>>` of the entity's machine.
-    mailbox: Arc<dyn Any + Send + Sync>,
-    facts: Arc<Facts>,
-    /// `Arc<Memory<M>>` of the entity's machine.
-    memory: Arc<dyn Any + Send + Sync>,
-    put_to_sleep: fn(&(dyn Any + Send + Sync)),
-}
-
-/// An entity's mailbox, and what stands in front of it.
-type Found<M> = (ActorRef<Message<M>>, Arc<Facts>);
-
-/// What an awake entity is, for those who read past its mailbox: its last committed state and version; nothing while a commit is
-/// under way, since the store may then be ahead.
-pub(crate) struct Memory<M>(Mutex<Option<(Arc<M>, i64)>>);
-
-impl<M> Memory<M> {
-    const fn new() -> Self {
-        Self(Mutex::new(None))
-    }
-
-    pub(crate) fn set(&self, settled: Option<(Arc<M>, i64)>) {
-        *lock(&self.0) = settled;
-    }
-}
-
-/// What an operator sees of an entity that is awake.
-pub struct Facts {
-    pub waiting: Arc<AtomicUsize>,
-    woken_at: Timestamp,
-    used: Mutex<Instant>,
-    version: AtomicI64,
-    seen: Mutex<Seen>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct Seen {
-    state: Option<String>,
-    deadline_at: Option<Timestamp>,
-    waits_for: Option<String>,
-}
-
-impl Facts {
-    fn new(now: Timestamp) -> Self {
-        Self {
-            waiting: Arc::default(),
-            woken_at: now,
-            used: Mutex::new(Instant::now()),
-            version: AtomicI64::new(0),
-            seen: Mutex::default(),
-        }
-    }
-
-    pub(crate) fn note<M: Machine>(&self, state: Option<&M>, version: i64) {
-        *lock(&self.used) = Instant::now();
-        if self.version.swap(version, Ordering::Relaxed) != version {
-            let deadline = state.and_then(Machine::deadline);
-            *lock(&self.seen) = Seen {
-                state: state.map(|state| state.state().to_owned()),
-                deadline_at: deadline.as_ref().map(|deadline| deadline.at),
-                waits_for: deadline.map(|deadline| deadline.reason),
-            };
-        }
-    }
-
-    /// `failed`: what is known of its failures.
-    fn row(&self, entity: EntityRef, failed: Option<&EntityRow>) -> EntityRow {
-        let seen = lock(&self.seen).clone();
-        EntityRow {
-            kind: entity.kind,
-            id: entity.id,
-            shard: shard_of(entity.id),
-            status: "awake".to_owned(),
-            state: seen.state,
-            since: Some(self.woken_at),
-            version: self.version.load(Ordering::Relaxed),
-            mailbox_depth: self.waiting.load(Ordering::Relaxed),
-            restarts: failed.map_or(0, |failed| failed.restarts),
-            last_error: failed.and_then(|failed| failed.last_error.clone()),
-            deadline_at: seen.deadline_at,
-            waits_for: seen.waits_for,
-        }
-    }
-}
-
-/// How often an entity failed lately, and whether it is parked for it.
-#[derive(Debug, Default)]
-struct Failures {
-    recent: VecDeque<Instant>,
-    total: u64,
-    last_error: String,
-    last_at: Option<Timestamp>,
-    parked: Option<String>,
-}
-
-/// How an entity's actor came to its end.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Exit {
-    Asleep,
-    Died { reason: String },
-    Parked { reason: String },
-}
-
-/// An entity as the supervision tree shows it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct EntityRow {
-    pub kind: Kind,
-    pub id: Uuid,
-    pub shard: Shard,
-    /// `awake`, `backing_off` or `parked`.
-    pub status: String,
-    pub state: Option<String>,
-    pub since: Option<Timestamp>,
-    pub version: i64,
-    pub mailbox_depth: usize,
-    pub restarts: u64,
-    pub last_error: Option<String>,
-    pub deadline_at: Option<Timestamp>,
-    pub waits_for: Option<String>,
-}
-
-/// A shard as the supervision tree shows it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ShardRow {
-    pub shard: Shard,
-    pub epoch: Epoch,
-    pub since: Timestamp,
-    pub closing: bool,
-    pub mailbox_depth: usize,
-}
-
-/// What lives here, counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Figures {
-    pub shards: usize,
-    pub awake: usize,
-    pub parked: usize,
-    /// Entities that failed lately and are awake again or may be soon.
-    pub backing_off: usize,
-    /// Commands that wait in front of entities.
-    pub mailbox_depth: usize,
-    pub failures_total: u64,
-}
-
-/// A place in the bounds in front of a shard and an entity of it, and in the set of commands that are under way. Free again on
-/// drop.
-pub struct Slot {
-    shard: Arc<AtomicUsize>,
-    entity: Option<Arc<AtomicUsize>>,
-    command: Option<(Arc<DashMap<CommandId, ()>>, CommandId)>,
-}
-
-impl Slot {
-    /// Counted before it is compared: of two that come for the last place, one at most stays.
-    fn in_shard(waiting: &Arc<AtomicUsize>, bound: usize) -> Option<Self> {
-        let before = waiting.fetch_add(1, Ordering::SeqCst);
-        let slot = Self { shard: Arc::clone(waiting), entity: None, command: None };
-        (before < bound).then_some(slot)
-    }
-
-    fn and_in_front_of(mut self, waiting: &Arc<AtomicUsize>, bound: usize) -> Option<Self> {
-        let before = waiting.fetch_add(1, Ordering::SeqCst);
-        self.entity = Some(Arc::clone(waiting));
-        (before < bound).then_some(self)
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        if let Some((in_flight, id)) = &self.command {
-            in_flight.remove(id);
-        }
-        if let Some(entity) = &self.entity {
-            entity.fetch_sub(1, Ordering::SeqCst);
-        }
-        // Last: whoever closes the shard waits for it.
-        self.shard.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 impl Host {
@@ -304,81 +124,6 @@ impl Host {
 
     pub(crate) fn changed(&self, entity: EntityRef) {
         self.watches.changed(entity);
-    }
-
-    /// Takes a shard into this process's hands, under the term that the database granted.
-    ///
-    /// # Errors
-    /// When the shard's supervisor cannot be started.
-    pub async fn open(self: &Arc<Self>, term: Term, parent: Option<ActorCell>) -> Result<(), ractor::SpawnErr> {
-        let shard = ShardSupervisor { host: Arc::clone(self) };
-        let (supervisor, _) = match parent {
-            Some(parent) => Actor::spawn_linked(None, shard, (), parent).await?,
-            None => Actor::spawn(None, shard, ()).await?,
-        };
-        let owned = OwnedShard {
-            term,
-            since: self.world.now(),
-            closing: AtomicBool::new(false),
-            waiting: Arc::default(),
-            supervisor,
-        };
-        // What lived under an earlier term cannot commit under this one.
-        self.lose(term.shard);
-        self.shards.insert(term.shard, Arc::new(owned));
-        Ok(())
-    }
-
-    /// Gives a shard out of this process's hands: no new commands, those under way are answered (at most for `grace`), then its
-    /// entities are gone from here.
-    pub async fn close(&self, shard: Shard, grace: Duration) {
-        let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) else { return };
-        owned.closing.store(true, Ordering::SeqCst);
-        let end = Instant::now() + grace;
-        while owned.waiting.load(Ordering::SeqCst) > 0 && Instant::now() < end {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-        self.drop_shard(shard, &owned);
-    }
-
-    /// The shard was taken by another member: whatever is under way here cannot be committed any more.
-    pub fn lose(&self, shard: Shard) {
-        if let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) {
-            owned.closing.store(true, Ordering::SeqCst);
-            self.drop_shard(shard, &owned);
-        }
-    }
-
-    fn drop_shard(&self, shard: Shard, owned: &Arc<OwnedShard>) {
-        self.shards.remove_if(&shard, |_, now| Arc::ptr_eq(now, owned));
-        let mut leaving = Vec::new();
-        self.awake.retain(|_, awake| {
-            let stays = !Arc::ptr_eq(&awake.owned, owned);
-            if !stays {
-                leaving.push(awake.cell.clone());
-            }
-            stays
-        });
-        for cell in leaving {
-            cell.stop(None);
-        }
-        // Whoever owns the shard next makes its own experience.
-        self.failures.retain(|entity, _| shard_of(entity.id) != shard);
-        owned.supervisor.stop(None);
-    }
-
-    /// The term under which this process owns `shard`.
-    #[must_use]
-    pub fn term(&self, shard: Shard) -> Option<Term> {
-        self.shards.get(&shard).filter(|owned| !owned.closing.load(Ordering::SeqCst)).map(|owned| owned.term)
-    }
-
-    /// The shards that are open here.
-    #[must_use]
-    pub fn terms(&self) -> Vec<Term> {
-        let mut terms: Vec<_> = self.shards.iter().map(|owned| owned.term).collect();
-        terms.sort_by_key(|term| term.shard);
-        terms
     }
 
     /// Asks an entity that lives here.
@@ -437,7 +182,7 @@ impl Host {
     #[must_use]
     pub fn remembered<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
         let awake = self.awake.get(&EntityRef { kind: M::KIND, id })?;
-        let settled = lock(&awake.memory.downcast_ref::<Memory<M>>()?.0).clone()?;
+        let settled = awake.memory.downcast_ref::<Memory<M>>()?.get()?;
         // Asked after it was read: what was true under a fresh renewal is an answer.
         let ours = !awake.owned.closing.load(Ordering::SeqCst) && self.world.may_answer_from_memory();
         ours.then_some(settled)
@@ -500,221 +245,18 @@ impl Host {
         }
     }
 
-    /// An entity that failed lately is left alone for a while, and one that failed too often until an operator has looked.
-    fn may_wake<J>(&self, entity: EntityRef) -> Result<(), AskError<J>> {
-        let Some(failures) = self.failures.get(&entity) else { return Ok(()) };
-        if let Some(reason) = &failures.parked {
-            return Err(AskError::Parked { reason: reason.clone() });
-        }
-        let pause = failures.pause(&self.config);
-        match failures.recent.back() {
-            Some(last) if last.elapsed() < pause => {
-                Err(AskError::Unavailable { reason: format!("the entity failed: {}", failures.last_error) })
-            }
-            Some(_) | None => Ok(()),
-        }
-    }
-
-    pub(crate) fn left(&self, entity: EntityRef, actor: ActorId, exit: Exit) {
-        // Noted before it is out of the directory, so that nobody wakes it in between.
-        match exit {
-            Exit::Asleep => {}
-            Exit::Died { reason } => self.failed(entity, reason, false),
-            Exit::Parked { reason } => self.failed(entity, reason, true),
-        }
-        self.awake.remove_if(&entity, |_, awake| awake.actor == actor);
-    }
-
-    fn failed(&self, entity: EntityRef, reason: String, park: bool) {
-        self.restarts.fetch_add(1, Ordering::Relaxed);
-        let mut failures = self.failures.entry(entity).or_default();
-        let now = Instant::now();
-        failures.recent.retain(|at| now.duration_since(*at) < self.config.window);
-        failures.recent.push_back(now);
-        failures.total += 1;
-        failures.last_at = Some(self.world.now());
-        failures.last_error.clone_from(&reason);
-        if park || failures.recent.len() >= self.config.intensity {
-            tracing::error!(resource_name = %entity, error_code = "entity_parked", error = %reason, "{entity} is parked");
-            failures.parked = Some(reason.clone());
-            let store = Arc::clone(&self.store);
-            tokio::spawn(async move {
-                if let Err(error) = store.park(entity, reason).await {
-                    tracing::warn!(resource_name = %entity, %error, "that the entity is parked is known here alone");
-                }
-            });
-        } else {
-            tracing::warn!(resource_name = %entity, error_code = "entity_failed", error = %reason, "{entity} failed");
-        }
-    }
-
-    /// The entity was parked by an earlier owner of its shard, and nobody has restarted it.
-    pub fn keep_parked(&self, entity: EntityRef, reason: String) {
-        let mut failures = self.failures.entry(entity).or_default();
-        failures.last_at = Some(self.world.now());
-        failures.last_error.clone_from(&reason);
-        failures.parked = Some(reason);
-    }
-
-    /// An operator has looked: the entity's failures are forgotten and its actor, if it has one, is started anew. `false` where
-    /// nothing of it is known here.
-    #[must_use]
-    pub fn restart(&self, entity: EntityRef) -> bool {
-        let forgotten = self.failures.remove(&entity).is_some();
-        let stopped = self.awake.remove(&entity).map(|(_, awake)| awake.cell.stop(Some("restart".to_owned())));
-        forgotten || stopped.is_some()
-    }
-
     /// Puts to sleep what nobody needed for [`HostConfig::sleep_after`], and forgets failures that are long past.
     pub fn rest(&self) {
         for awake in &self.awake {
-            if lock(&awake.facts.used).elapsed() >= self.config.sleep_after {
+            if awake.facts.rested_for(self.config.sleep_after) {
                 (awake.put_to_sleep)(&*awake.mailbox);
             }
         }
-        let window = self.config.window;
-        self.failures.retain(|_, failures| {
-            failures.parked.is_some() || failures.recent.back().is_some_and(|last| last.elapsed() < window * 10)
-        });
-    }
-
-    /// Every entity that is awake, backing off or parked here, in order.
-    #[must_use]
-    pub fn entities(&self) -> Vec<EntityRow> {
-        // One map after the other: holding both could wait for one who holds them the other way round.
-        let failed = self.failures.iter().map(|failures| (*failures.key(), failures.row(*failures.key())));
-        let mut rows: BTreeMap<_, _> = failed.collect();
-        for awake in &self.awake {
-            let row = awake.facts.row(*awake.key(), rows.get(awake.key()));
-            rows.insert(*awake.key(), row);
-        }
-        rows.into_values().collect()
-    }
-
-    /// One entity as it stands here; `None` where it is asleep.
-    #[must_use]
-    pub fn entity(&self, entity: EntityRef) -> Option<EntityRow> {
-        let failed = self.failures.get(&entity).map(|failures| failures.row(entity));
-        let awake = self.awake.get(&entity).map(|awake| awake.facts.row(entity, failed.as_ref()));
-        awake.or(failed)
-    }
-
-    /// The shards in this process's hands, in order.
-    #[must_use]
-    pub fn shards(&self) -> Vec<ShardRow> {
-        let mut rows: Vec<_> = self
-            .shards
-            .iter()
-            .map(|owned| ShardRow {
-                shard: owned.term.shard,
-                epoch: owned.term.epoch,
-                since: owned.since,
-                closing: owned.closing.load(Ordering::Relaxed),
-                mailbox_depth: owned.waiting.load(Ordering::Relaxed),
-            })
-            .collect();
-        rows.sort_by_key(|row| row.shard);
-        rows
-    }
-
-    /// How much there is of everything, without a look at any one entity.
-    #[must_use]
-    pub fn figures(&self) -> Figures {
-        let (mut parked, mut backing_off) = (0, 0);
-        for failures in &self.failures {
-            if failures.parked.is_some() { parked += 1 } else { backing_off += 1 }
-        }
-        Figures {
-            shards: self.shards.len(),
-            awake: self.awake.len(),
-            parked,
-            backing_off,
-            mailbox_depth: self.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
-            failures_total: self.failures_total(),
-        }
-    }
-
-    /// How often an entity's actor ended in failure since the process began.
-    #[must_use]
-    pub fn failures_total(&self) -> u64 {
-        self.restarts.load(Ordering::Relaxed)
-    }
-}
-
-impl Failures {
-    fn pause(&self, config: &HostConfig) -> Duration {
-        let doublings = u32::try_from(self.recent.len().saturating_sub(1)).unwrap_or(0).min(10);
-        config.backoff * 2_u32.pow(doublings)
-    }
-
-    fn row(&self, entity: EntityRef) -> EntityRow {
-        EntityRow {
-            kind: entity.kind,
-            id: entity.id,
-            shard: shard_of(entity.id),
-            status: if self.parked.is_some() { "parked" } else { "backing_off" }.to_owned(),
-            state: None,
-            since: self.last_at,
-            version: 0,
-            mailbox_depth: 0,
-            restarts: self.total,
-            last_error: Some(self.last_error.clone()),
-            deadline_at: None,
-            waits_for: self.parked.clone().map(|reason| format!("an operator: {reason}")),
-        }
-    }
-}
-
-fn mailbox_of<M: Machine>(awake: &Awake) -> Option<Found<M>> {
-    let mailbox = awake.mailbox.downcast_ref::<ActorRef<Message<M>>>()?;
-    Some((mailbox.clone(), Arc::clone(&awake.facts)))
-}
-
-fn put_to_sleep<M: Machine>(mailbox: &(dyn Any + Send + Sync)) {
-    if let Some(mailbox) = mailbox.downcast_ref::<ActorRef<Message<M>>>() {
-        // One that is gone sleeps already.
-        let _ = mailbox.cast(Message::Tell(Box::new(Input::Sleep)));
+        let window = self.config.window * 10;
+        self.failures.retain(|_, failures| failures.matters(window));
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
-
-/// The supervisor of one shard's entities: one child's end is that child's alone.
-struct ShardSupervisor {
-    host: Arc<Host>,
-}
-
-impl Actor for ShardSupervisor {
-    type Msg = ();
-    type State = ();
-    type Arguments = ();
-
-    async fn pre_start(&self, _: ActorRef<()>, (): ()) -> Result<(), ActorProcessingErr> {
-        Ok(())
-    }
-
-    async fn handle_supervisor_evt(
-        &self,
-        _: ActorRef<()>,
-        event: SupervisionEvent,
-        (): &mut (),
-    ) -> Result<(), ActorProcessingErr> {
-        match event {
-            SupervisionEvent::ActorFailed(cell, error) => {
-                let found = self.host.awake.iter().find(|awake| awake.actor == cell.get_id()).map(|awake| *awake.key());
-                if let Some(entity) = found {
-                    self.host.left(entity, cell.get_id(), Exit::Died { reason: error.to_string() });
-                }
-            }
-            SupervisionEvent::ActorStarted(_)
-            | SupervisionEvent::ActorTerminated(..)
-            | SupervisionEvent::ProcessGroupChanged(_) => {}
-        }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests;

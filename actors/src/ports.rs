@@ -9,7 +9,8 @@ use std::time::Duration;
 
 /// Where transitions become durable.
 pub trait Store: Send + Sync + 'static {
-    /// The last committed snapshot, or `None` where the entity was never created.
+    /// The last committed snapshot, or `None` where the entity was never created. Nothing of the entity that was handed over before is
+    /// under way any more: who asked for it may be gone, and what is decided from the snapshot must not be overtaken by it.
     fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>>;
     fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome>;
     /// A command that was carried out before.

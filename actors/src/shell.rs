@@ -6,7 +6,7 @@
 //!    ▲                  │                   ├──conflict──▶ Loading               (decide again)
 //!    │                  └─rejected─▶ Looking├──duplicate──▶ Ready                (the first reply again)
 //!    │                    (was it done      ├──refused, not applied──▶ Ready     (nothing changed)
-//!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or die and be loaded anew)
+//!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or end and be loaded anew)
 //! ```
 //!
 //! Persist, then speak: no reply and no effect leaves before [`Outcome::Applied`] has come in. An input that nothing waits for is
@@ -15,7 +15,7 @@
 use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
-use domain::commit::{CommandRecord, Done, Snapshot, Timer};
+use domain::commit::{CommandRecord, Done, REFUSED, Snapshot, Timer};
 use domain::machine::{Command as _, Refused, Trace};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
@@ -59,8 +59,10 @@ pub enum Output<M: Machine> {
     Perform(Effect),
     /// The entity is over, here: nobody has to worry.
     Sleep,
-    /// What is true is not known here any more: load it anew.
+    /// Its own code failed: load it anew, and not without end.
     Die(String),
+    /// The store did not say what is true: load it anew when it does. Nothing of it is the entity's doing.
+    Lose(String),
     /// The snapshot cannot be read. It must be looked at; loading it again would end the same way.
     Park(String),
 }
@@ -224,7 +226,7 @@ impl<M: Machine> Shell<M> {
             },
             Err(error) => {
                 self.refuse_waiting(&AskError::Unavailable { reason: error.to_string() }, out);
-                self.over(Output::Die(error.to_string()), out);
+                self.over(Output::Lose(error.to_string()), out);
             }
         }
     }
@@ -288,7 +290,7 @@ impl<M: Machine> Shell<M> {
             Err(panic) => {
                 let reason = format!("{} panicked: {}", ask.command.name(), words_of(&*panic));
                 out.push(Output::Reply(ask.token, Err(AskError::Broken { reason: reason.clone() })));
-                self.die(reason, out);
+                self.start_anew(Output::Die(reason), out);
             }
         }
     }
@@ -369,7 +371,7 @@ impl<M: Machine> Shell<M> {
         rejection: &M::Rejection,
         ctx: &Ctx<'_>,
     ) -> Result<Kept<M>, serde_json::Error> {
-        let why = format!("refused: {rejection}");
+        let why = format!("{REFUSED}{rejection}");
         let commit = Commit { why, audit: vec![refused.audit], ..self.bare_commit(ask, &refused.next, ctx)? };
         Ok(Kept { commit: Box::new(commit), next: Arc::new(refused.next) })
     }
@@ -438,7 +440,7 @@ impl<M: Machine> Shell<M> {
             }
             Outcome::Unknown { reason } => {
                 refuse(AskError::Unknown { reason: reason.clone() }, out);
-                self.die(format!("a commit's outcome is unknown: {reason}"), out);
+                self.start_anew(Output::Lose(format!("a commit's outcome is unknown: {reason}")), out);
             }
         }
     }
@@ -492,10 +494,10 @@ impl<M: Machine> Shell<M> {
         out.extend(self.waiting.drain(..).map(|ask| Output::Reply(ask.token, Err(error.clone()))));
     }
 
-    fn die(&mut self, reason: String, out: &mut Vec<Output<M>>) {
+    fn start_anew(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
         let not_asked = "the entity is being loaded anew".to_owned();
         self.refuse_waiting(&AskError::Unavailable { reason: not_asked }, out);
-        self.over(Output::Die(reason), out);
+        self.over(last, out);
     }
 
     fn over(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -18,6 +19,7 @@ use uuid::Uuid;
 use wire::Verifiers;
 use wire::heartbeat::PollSettings;
 use wire::inventory::{ExecutorKind, Inventory};
+use wire::proof::Outcome;
 
 use crate::api::{Api, ApiError, ClientError};
 use crate::backoff::Backoff;
@@ -28,6 +30,7 @@ use crate::identity::{Identity, IdentityError, IdentityStore};
 use crate::journal::{Journal, JournalError};
 use crate::sandbox::Sandbox;
 use crate::simulate::{Misbehaviour, Simulated};
+use crate::ssh::{self, SshError, Sshd};
 use crate::store::{self, StoreError};
 use crate::system::{self, System};
 use crate::{chain, inventory};
@@ -82,10 +85,15 @@ pub enum Fatal {
     Client(#[from] ClientError),
     #[error(transparent)]
     Journal(#[from] JournalError),
+    #[error("tenants cannot come in by SSH")]
+    Ssh(#[from] SshError),
+    #[error("{left} of the tenants on this machine could not be removed; the log says what is left of each")]
+    TenantsRemain { left: usize },
 }
 
 impl Fatal {
-    /// 3 enrollment refused, 4 node removed, 5 certificate expired, 6 upgrade required, 7 already running, 1 anything else.
+    /// 3 enrollment refused, 4 node removed, 5 certificate expired, 6 upgrade required, 7 already running, 8 tenants remain, 1 anything
+    /// else.
     /// (0 is a requested stop, 2 a wrong configuration.)
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
@@ -95,12 +103,14 @@ impl Fatal {
             Self::CertificateExpired { .. } => 5,
             Self::UpgradeRequired(_) => 6,
             Self::AlreadyRunning => 7,
+            Self::TenantsRemain { .. } => 8,
             Self::Runtime(_)
             | Self::System(_)
             | Self::Store(_)
             | Self::Identity(_)
             | Self::Client(_)
-            | Self::Journal(_) => 1,
+            | Self::Journal(_)
+            | Self::Ssh(_) => 1,
         })
     }
 
@@ -120,6 +130,8 @@ impl Fatal {
             Self::Identity(_) => "identity",
             Self::Client(_) => "client",
             Self::Journal(_) => "journal",
+            Self::Ssh(_) => "ssh",
+            Self::TenantsRemain { .. } => "tenants_remain",
         }
     }
 
@@ -147,11 +159,47 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), Fatal> {
         Gpus::Simulated(gpus) => warn!(gpus = gpus.len(), "GPUs are simulated: this node computes nothing"),
         Gpus::Absent { why } => warn!(why, "no GPU driver: this node offers no GPU; --simulate-gpus N makes some up"),
     }
-    let executor: Arc<dyn Executor> = match &config.system {
-        Some(settings) => misbehaving(System::open(&config.state_dir, settings.clone(), Arc::clone(&gpus))?, &config),
-        None => misbehaving(Sandbox::open(&config.state_dir, Arc::clone(&gpus))?, &config),
-    };
+    let executor = executor(&config, &gpus)?;
     run_with(config, gpus, executor, stop).await
+}
+
+fn executor(config: &Config, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
+    Ok(match &config.system {
+        Some(settings) => misbehaving(System::open(&config.state_dir, settings.clone(), Arc::clone(gpus))?, config),
+        None => misbehaving(Sandbox::open(&config.state_dir, Arc::clone(gpus))?, config),
+    })
+}
+
+/// Removes every tenant from a machine that leaves, without a word to the control plane.
+///
+/// # Errors
+/// [`Fatal`]: an agent runs, or something of a tenant cannot be removed.
+pub fn clean_up(config: &Config) -> Result<(), Fatal> {
+    store::private_folder(&config.state_dir)?;
+    let _only_one = lock(config)?;
+    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
+    let executor = executor(config, &gpus)?;
+    ssh::end_left_over(&config.state_dir);
+    let mut left = 0;
+    for tenant in executor.tenants() {
+        let allocation_id = tenant.allocation_id;
+        let found = executor.release(&tenant).map(|released| released.findings);
+        let remains: Vec<String> = match found {
+            Ok(findings) => findings
+                .iter()
+                .filter(|finding| finding.outcome != Outcome::Gone)
+                .map(|finding| format!("{:?} {}", finding.what, finding.looked_for))
+                .collect(),
+            Err(failure) => vec![failure.message],
+        };
+        if remains.is_empty() {
+            info!(%allocation_id, "the tenant is removed");
+        } else {
+            left += 1;
+            warn!(%allocation_id, error_code = "tenants_remain", remains = remains.join(", "), "the tenant is not removed");
+        }
+    }
+    if left == 0 { Ok(()) } else { Err(Fatal::TenantsRemain { left }) }
 }
 
 /// The executor, with the faults that its simulated hardware was told to have.
@@ -180,7 +228,11 @@ pub async fn run_with(
     let recovery_key = identities.recovery_key()?;
     let mut verifiers = identities.verifiers(&config.verifier_set)?;
     let boot_id = inventory::boot_id()?;
-    let inventory = read_inventory(&gpus, executor.kind()).await;
+    let sshd = match config.system.as_ref().and_then(|settings| Some((settings, settings.ssh_listen?))) {
+        Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
+        None => None,
+    };
+    let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await;
 
     let found = identities.load()?;
     let way = if found.is_some() { enroll::Way::Recover } else { enroll::Way::Enroll };
@@ -216,6 +268,7 @@ pub async fn run_with(
         inventory,
         gpus,
         executor,
+        sshd,
         journal,
         session: RwLock::new(Session { api, identity }),
         verifiers: Mutex::new(verifiers),
@@ -241,6 +294,7 @@ struct Agent {
     inventory: Inventory,
     gpus: Arc<Gpus>,
     executor: Arc<dyn Executor>,
+    sshd: Option<Sshd>,
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
@@ -267,7 +321,7 @@ struct Session {
 impl Agent {
     async fn live(self: Arc<Self>) -> Result<(), Fatal> {
         self.resume();
-        tokio::join!(self.poll(), self.beat(), self.renew());
+        tokio::join!(self.poll(), self.beat(), self.renew(), self.let_tenants_in());
         self.tasks.close();
         let drained = tokio::time::timeout(DRAIN_WITHIN, self.tasks.wait()).await;
         if drained.is_err() {
@@ -279,6 +333,12 @@ impl Agent {
                 info!("stopped");
                 Ok(())
             }
+        }
+    }
+
+    async fn let_tenants_in(&self) {
+        if let Some(sshd) = &self.sshd {
+            sshd.run(&self.stop).await;
         }
     }
 
@@ -331,12 +391,17 @@ fn report_failure(error: &ApiError, doing: &'static str, pause: Duration) {
     warn!(error_code = error.code(), error = chain(error), pause_ms, "{doing} failed; trying again");
 }
 
-async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind) -> Inventory {
-    let shared = Arc::clone(gpus);
-    match tokio::task::spawn_blocking(move || inventory::read(&shared, executor)).await {
+async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> Inventory {
+    let door = match executor {
+        // Its tenants are no users of the machine.
+        ExecutorKind::Sandbox => None,
+        ExecutorKind::System => ssh::host_key_fingerprint(state_dir),
+    };
+    let (shared, same) = (Arc::clone(gpus), door.clone());
+    match tokio::task::spawn_blocking(move || inventory::read(&shared, executor, same)).await {
         Ok(inventory) => inventory,
         // It can only have panicked; on this thread it will say so again.
-        Err(_) => inventory::read(gpus, executor),
+        Err(_) => inventory::read(gpus, executor, door),
     }
 }
 

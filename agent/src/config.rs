@@ -78,6 +78,9 @@ pub struct Flags {
     /// Simulated hardware that fails one kind of task
     #[arg(long, requires = "simulate_gpus")]
     pub simulate_failure: Option<SimulatedFailure>,
+    /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
+    #[arg(long)]
+    pub clean_up: bool,
 }
 
 /// How the agent keeps tenants apart.
@@ -245,13 +248,16 @@ const HOMES: &str = "SVC_NODE_AGENT_HOMES";
 const KEYS: &str = "SVC_NODE_AGENT_AUTHORIZED_KEYS";
 const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
+const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
 /// What the environment says of tenants' accounts; the rest is as in [`Settings::default`].
 fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
     let defaults = Settings::default();
     let folder = |name: &'static str, default: PathBuf| match sources.get(name).map(PathBuf::from) {
-        Some(path) if path.is_absolute() => Ok(path),
-        Some(_) => Err(ConfigError::Value { name, expected: "an absolute path" }),
+        Some(path) if path.is_absolute() && is_plain(&path) => Ok(path),
+        Some(_) => {
+            Err(ConfigError::Value { name, expected: "an absolute path without quotes, %, \\ and control characters" })
+        }
         None => Ok(default),
     };
     let uids = match sources.get(UIDS) {
@@ -271,7 +277,20 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
         keys: folder(KEYS, defaults.keys)?,
         sudo_commands,
         devices: folder(DEVICES, defaults.devices)?,
+        ssh_listen: match sources.get(SSH_LISTEN) {
+            Some(text) => Some(text.parse().map_err(|_| ConfigError::Value {
+                name: SSH_LISTEN,
+                expected: "an address with a port, as 0.0.0.0:2222",
+            })?),
+            None => None,
+        },
     })
+}
+
+/// Whether a path can stand in a file of sshd's or systemd's and mean itself.
+fn is_plain(path: &Path) -> bool {
+    let means_more = |c: char| c.is_control() || matches!(c, '"' | '\'' | '%' | '\\');
+    path.to_str().is_some_and(|text| !text.chars().any(means_more))
 }
 
 fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {

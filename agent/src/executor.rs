@@ -8,8 +8,8 @@ use wire::task::{Provision, Release};
 /// What a task found or made, as it goes into its result.
 pub type Output = Map<String, Value>;
 
-/// Does what tasks ask for, on this machine. Every method blocks, and every method is idempotent: it may have run before,
-/// to its end or half-way, in this process or an earlier one.
+/// Does what tasks ask for, on this machine. Every method blocks, and every method but [`Executor::reboot`] is
+/// idempotent: it may have run before, to its end or half-way, in this process or an earlier one.
 pub trait Executor: Send + Sync + 'static {
     /// What it can enforce between tenants.
     fn kind(&self) -> ExecutorKind;
@@ -27,11 +27,17 @@ pub trait Executor: Send + Sync + 'static {
     /// [`Failure`] when it could not even look.
     fn release(&self, task: &Release) -> Result<Released, Failure>;
 
+    /// The tenants whose places are on the machine, as they would be removed.
+    fn tenants(&self) -> Vec<Release>;
+
     /// Whether the machine is fit for tenants.
     ///
     /// # Errors
     /// [`Failure`] says what is not.
     fn validate(&self) -> Result<Output, Failure>;
+
+    /// Starts the machine anew. Where that goes well it does not return; else it says why the machine goes on as it is.
+    fn reboot(&self) -> Failure;
 }
 
 /// The outcome of a release.

@@ -18,7 +18,7 @@ const GIB: u64 = 1024 * MIB;
 
 /// Reads the node's hardware and software. A GPU list that cannot be read is empty here and an alert in [`assess`].
 #[must_use]
-pub fn read(gpus: &Gpus, executor: ExecutorKind) -> Inventory {
+pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Option<String>) -> Inventory {
     let system = system();
     let cpus = system.as_ref().map_or(&[][..], |system| system.cpus());
     Inventory {
@@ -31,6 +31,7 @@ pub fn read(gpus: &Gpus, executor: ExecutorKind) -> Inventory {
         gpus: gpus.list().unwrap_or_default(),
         gpu_source: gpus.source(),
         executor,
+        ssh_host_key_fingerprint,
     }
 }
 
@@ -133,7 +134,7 @@ mod tests {
 
     #[test]
     fn the_inventory_of_this_machine_is_plausible() {
-        let inventory = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox);
+        let inventory = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert!(boot_id().is_ok());
     }

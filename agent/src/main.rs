@@ -32,7 +32,8 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_CONFIGURATION);
         }
     };
-    match run(config) {
+    let ended = if flags.clean_up { agent::agent::clean_up(&config).map_err(Box::new) } else { run(config) };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
             error!(error_code = fatal.code(), error = chain(&fatal), "the agent ends");

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use wire::inventory::Device;
 use wire::proof::{Checked, Finding, Outcome};
-use wire::task::Provision;
+use wire::task::{Provision, Release};
 
 use crate::executor::Failure;
 use crate::gpus::Gpus;
@@ -67,6 +67,17 @@ impl Reservations {
     #[must_use]
     pub fn all(&self) -> Vec<Reservation> {
         self.lock().values().cloned().collect()
+    }
+
+    /// The same, as they would be removed.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<Release> {
+        let release = |held: Reservation| Release {
+            allocation_id: held.allocation_id,
+            user_name: held.user_name,
+            devices: held.devices,
+        };
+        self.all().into_iter().map(release).collect()
     }
 
     /// Their ids, in text, for an output.

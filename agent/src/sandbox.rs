@@ -118,6 +118,10 @@ impl Executor for Sandbox {
         Ok(Released { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
     }
 
+    fn tenants(&self) -> Vec<Release> {
+        self.reservations.tenants()
+    }
+
     fn validate(&self) -> Result<Output, Failure> {
         let gpus = self.gpus.list().map_err(|error| Failure::new("gpu_driver", error.to_string()))?;
         self.reservations.try_writing()?;
@@ -125,6 +129,10 @@ impl Executor for Sandbox {
             ("gpus", json!(gpus.iter().map(|gpu| gpu.uuid.as_str()).collect::<Vec<_>>())),
             ("allocations", json!(self.reservations.ids())),
         ]))
+    }
+
+    fn reboot(&self) -> Failure {
+        Failure::new("unsupported", "an agent with the sandbox executor does not restart the machine that it is on")
     }
 }
 

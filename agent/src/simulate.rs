@@ -59,7 +59,15 @@ impl<E: Executor> Executor for Simulated<E> {
         self.inner.release(task)
     }
 
+    fn tenants(&self) -> Vec<Release> {
+        self.inner.tenants()
+    }
+
     fn validate(&self) -> Result<Output, Failure> {
         self.inner.validate()
+    }
+
+    fn reboot(&self) -> Failure {
+        self.inner.reboot()
     }
 }

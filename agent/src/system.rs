@@ -12,10 +12,13 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::json;
 use wire::inventory::ExecutorKind;
@@ -41,6 +44,8 @@ use traces::Traces;
 
 /// New homes begin with a copy of this.
 const SKELETON: &str = "/etc/skel";
+/// How long a machine may take to go down.
+const RESTARTS_WITHIN: Duration = Duration::from_secs(120);
 
 /// What an operator decides about tenants' accounts.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +58,8 @@ pub struct Settings {
     pub sudo_commands: Vec<SudoCommand>,
     /// Where the GPUs' device nodes lie.
     pub devices: PathBuf,
+    /// Where the agent's own sshd listens; `None`: the machine's own lets tenants in.
+    pub ssh_listen: Option<SocketAddr>,
 }
 
 impl Default for Settings {
@@ -63,6 +70,7 @@ impl Default for Settings {
             keys: PathBuf::from("/etc/ssh/gpuaas-keys"),
             sudo_commands: Vec::new(),
             devices: PathBuf::from("/dev"),
+            ssh_listen: None,
         }
     }
 }
@@ -102,8 +110,7 @@ impl System {
         if !nix::unistd::Uid::effective().is_root() {
             return Err(OpenError::NotRoot);
         }
-        let mounts = |process: &str| fs::read_link(Path::new("/proc").join(process).join("ns/mnt")).ok();
-        if mounts("self") != mounts("1") {
+        if !sees_the_machines_mounts() {
             return Err(OpenError::OwnMounts);
         }
         let reservations = Reservations::open(state_dir)?;
@@ -117,7 +124,20 @@ impl System {
         let queues = state_dir.join("mqueue");
         let system = Self { settings, gpus, reservations, accounts, guard, queues };
         system.close_what_is_free().map_err(OpenError::Guard)?;
+        system.open_what_is_held().map_err(OpenError::Guard)?;
         Ok(system)
+    }
+
+    /// Device nodes and slices are the kernel's and systemd's: after a restart of the machine they are as they were made.
+    fn open_what_is_held(&self) -> Result<(), Failure> {
+        for reservation in self.reservations.all() {
+            // One whose account was being made, or is being cleaned up, gets its devices with the task that comes again.
+            match self.accounts.of(reservation.allocation_id).filter(Account::is_there) {
+                Some(account) => self.guard.open(&self.gpus, &reservation.devices, &account)?,
+                None => self.guard.close(&self.gpus, &reservation.devices)?,
+            }
+        }
+        Ok(())
     }
 
     fn close_what_is_free(&self) -> Result<(), Failure> {
@@ -203,6 +223,10 @@ impl Executor for System {
         }
     }
 
+    fn tenants(&self) -> Vec<Release> {
+        self.reservations.tenants()
+    }
+
     fn validate(&self) -> Result<Output, Failure> {
         self.guard.check(&self.gpus)?;
         self.reservations.try_writing()?;
@@ -217,6 +241,25 @@ impl Executor for System {
             ("uids_left", json!(uids_left)),
             ("isolation", json!(self.guard.name())),
         ]))
+    }
+
+    fn reboot(&self) -> Failure {
+        let (program, args) = if Path::new("/run/systemd/system").is_dir() {
+            ("systemctl", &["reboot"][..])
+        } else {
+            ("shutdown", &["-r", "now"][..])
+        };
+        match Command::new(program).args(args).output() {
+            Ok(ran) if ran.status.success() => {
+                // The agent ends with the machine; what it says of the restart it says when it is started again.
+                std::thread::sleep(RESTARTS_WITHIN);
+                Failure::new("reboot_failed", "the machine was told to restart, and goes on as it is")
+            }
+            Ok(ran) => {
+                Failure::new("reboot_failed", format!("{program}: {}", String::from_utf8_lossy(&ran.stderr).trim()))
+            }
+            Err(error) => Failure::new("reboot_failed", format!("{program} cannot be run: {error}")),
+        }
     }
 }
 
@@ -242,6 +285,20 @@ impl System {
         }
         findings.push(self.reservations.look(task.allocation_id));
         Ok(Released { output: output([("processes_ended", json!(0))]), findings })
+    }
+}
+
+/// Whether this process has the same mounts as the machine's first one.
+fn sees_the_machines_mounts() -> bool {
+    let namespace = |process: &str| fs::read_link(Path::new("/proc").join(process).join("ns/mnt")).ok();
+    // Who may not look at that of the first process may read its table: the numbers in it are of that namespace alone.
+    let table = |process: &str| {
+        let text = fs::read_to_string(Path::new("/proc").join(process).join("mountinfo")).ok()?;
+        text.lines().next().and_then(|line| line.split(' ').next()).map(str::to_owned)
+    };
+    match (namespace("self"), namespace("1")) {
+        (Some(own), Some(first)) => own == first,
+        (Some(_) | None, _) => table("self").is_some_and(|own| Some(own) == table("1")),
     }
 }
 

@@ -17,7 +17,7 @@ use wire::PublicKey;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::inventory::{ExecutorKind, GpuSource};
 use wire::proof::CleanupReport;
-use wire::task::{Task, TaskPayload, TaskStatus, sign};
+use wire::task::{Envelope, Reboot, TASK_TYPE, Task, TaskPayload, TaskStatus, sign};
 
 use fake::{AgentProcess, Fake, TOKEN, authority, enrolled, eventually};
 
@@ -91,6 +91,49 @@ async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_
     for code in ["task_signature_invalid", "task_key_unknown", "task_expired", "task_for_another_node"] {
         assert!(agent.has_code(code), "no line has code {code}");
     }
+}
+
+#[tokio::test]
+async fn a_task_of_an_unknown_type_is_answered_with_what_to_do() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    let known = fake.payload(Task::Validate {});
+    let mut value = serde_json::to_value(&known).unwrap();
+    value["task"] = json!({ "type": "node.sing", "loud": true });
+    let id = PublicKey::from(&fake.signer).key_id();
+    let bytes = |value: &serde_json::Value| serde_json::to_vec(value).unwrap();
+    let mut foreign = value.clone();
+    foreign["node_id"] = json!(Uuid::now_v7());
+    foreign["task_id"] = json!(Uuid::now_v7());
+    for value in [&foreign, &value] {
+        fake.dispatch_envelope(Envelope::sign(&fake.signer, &id, TASK_TYPE, bytes(value)));
+    }
+    let result = fake.result_of(known.task_id).await;
+    let error = result.error.unwrap();
+    assert_eq!((result.status, error.code.as_str()), (TaskStatus::Failed, "task_type_unknown"));
+    assert!(error.message.contains("node.sing") && error.message.ends_with("upgrade the agent"), "{error:?}");
+    assert!(agent.has_code("task_kind_unknown"));
+    assert_eq!((fake.seen().results.len(), agent.count("task started")), (1, 0));
+}
+
+#[tokio::test]
+async fn a_machine_says_how_it_stands_and_is_not_started_anew_twice() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    let asked = fake.payload(Task::Diagnose {});
+    fake.dispatch(&asked);
+    let said = fake.result_of(asked.task_id).await;
+    assert_eq!((said.status, &said.output["fitness"]["fit"]), (TaskStatus::Succeeded, &json!(true)));
+
+    // In another boot than the one that was to end: it has happened.
+    let boot_id = fake.seen().heartbeats[0].boot_id;
+    let before = fake.payload(Task::Reboot(Reboot { boot_id: Uuid::now_v7() }));
+    fake.dispatch(&before);
+    let done = fake.result_of(before.task_id).await;
+    assert_eq!((done.status, &done.output["boot_id"]), (TaskStatus::Succeeded, &json!(boot_id)));
+    // This machine is not the agent's to restart.
+    let now = fake.payload(Task::Reboot(Reboot { boot_id }));
+    fake.dispatch(&now);
+    assert_eq!(fake.result_of(now.task_id).await.error.unwrap().code, "unsupported");
+    assert!(agent.has_code("unsupported"));
 }
 
 #[tokio::test]

@@ -1,9 +1,10 @@
 //! The executor that makes Linux users, on machines that are thrown away.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
 mod machine;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::os::unix::process::CommandExt as _;
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 use agent::executor::Executor as _;
 use agent::gpus::{Gpus, SimulatedGpus};
 use agent::system::{Settings, System};
+use machine::{Seen, View};
 use uuid::Uuid;
 use wire::inventory::{Device, ExecutorKind};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
@@ -72,6 +74,11 @@ impl Node {
         let output = self.system.provision(&self.provision(id, name, devices)).unwrap();
         output["uid"].as_u64().unwrap().try_into().unwrap()
     }
+}
+
+/// Everything on this machine that could have changed.
+fn look(except: &[&Path]) -> BTreeMap<String, Seen> {
+    View::of("/").look(except, |listing| fs::read_to_string(listing).unwrap_or_default())
 }
 
 fn run(program: &str, args: &[&str]) -> String {
@@ -161,6 +168,23 @@ fn a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root()
 }
 
 #[test]
+fn a_machine_that_was_started_anew_has_its_tenants_devices_as_they_were() {
+    machine::alone("a_machine_that_was_started_anew_has_its_tenants_devices_as_they_were", || {
+        let uid = Node::start().make(Uuid::from_u128(1), NAME, &[1]);
+        // As the kernel makes them: open to everybody.
+        for minor in 0..4 {
+            let node = format!("/dev/nvidia{minor}");
+            fs::remove_file(&node).unwrap();
+            run("mknod", &["-m", "666", &node, "c", "1", "3"]);
+        }
+        assert!(can(uid, "cat /dev/nvidia0"));
+        let node = Node::start();
+        assert!(can(uid, "cat /dev/nvidia1") && !can(uid, "cat /dev/nvidia0"));
+        assert!(!can(node.make(Uuid::from_u128(2), "neighbour", &[2]), "cat /dev/nvidia1"));
+    });
+}
+
+#[test]
 fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
     machine::alone("a_tenant_who_left_something_everywhere_is_gone_without_a_trace", || {
         let node = Node::start();
@@ -169,14 +193,14 @@ fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
         fs::create_dir_all("/tmp/others").unwrap();
         fs::set_permissions("/tmp/others", fs::Permissions::from_mode(0o1777)).unwrap();
         let state = [Path::new(STATE)];
-        let before = machine::look(&state);
+        let before = look(&state);
 
         let id = Uuid::from_u128(1);
         let uid = node.make(id, NAME, &[0, 1]);
         litter(uid);
         let findings = node.release(id, NAME, &[0, 1]);
         assert_clean(&findings);
-        let differences = machine::differences(&before, &machine::look(&state));
+        let differences = View::of("/").differences(&before, &look(&state));
         assert!(differences.is_empty(), "{differences:#?}");
         assert_clean(&node.release(id, NAME, &[0, 1]));
         assert_ne!(node.make(Uuid::from_u128(2), NAME, &[0]), uid, "a uid is never used twice");
@@ -188,6 +212,7 @@ fn litter(uid: u32) {
     for script in [
         "mkdir -p ~/closed/deep && echo x > ~/closed/deep/x && chmod 000 ~/closed",
         "ln -s /etc ~/.ssh",
+        "mkdir ~/fixed && echo x > ~/fixed/x && echo x > /tmp/fixed",
         "echo x > /tmp/x; mkdir /tmp/d; echo x > /tmp/d/x; chmod 000 /tmp/d; echo x > /tmp/others/x",
         "echo x > /var/tmp/x; echo x > /dev/shm/x; echo x > /dev/shm/sem.x; ln -s /etc/passwd /tmp/link",
         "ipcmk -M 64 && ipcmk -S 1 && ipcmk -Q",
@@ -207,6 +232,8 @@ fn litter(uid: u32) {
             fs::write(Path::new(folder).join(NAME), "x").unwrap();
         }
     }
+    // What root in its name, or a program with the right to, made immutable.
+    run("chattr", &["+i", &format!("/home/{NAME}/fixed/x"), &format!("/home/{NAME}/fixed"), "/tmp/fixed"]);
     // Mounts in the home: one of its own, and one of the machine's own files, which must outlive it.
     for mounted in ["own", "etc"] {
         fs::create_dir(format!("/home/{NAME}/{mounted}")).unwrap();
@@ -221,7 +248,7 @@ fn litter(uid: u32) {
     ];
     let children: Vec<Child> = scripts.iter().map(|script| spawn(uid, script)).collect();
     std::thread::spawn(move || children.into_iter().for_each(|mut child| drop(child.wait())));
-    eventually(|| machine::processes().len() > 40);
+    eventually(|| View::of("/").processes().len() > 40);
 }
 
 #[test]
@@ -270,6 +297,62 @@ fn a_home_that_became_a_link_takes_nothing_with_it() {
     });
 }
 
+/// What a shell, a format of files or a terminal could take for more than text.
+const HOSTILE: [&str; 9] = [
+    "$(touch /tmp/HIT)",
+    "`touch /tmp/HIT`",
+    "'; touch /tmp/HIT; \"",
+    "x ALL=(ALL) NOPASSWD: ALL\nx",
+    "x\r\ny",
+    "x\0y",
+    "-rf",
+    "../../etc/passwd",
+    "x\u{2028}y",
+];
+
+#[test]
+fn no_value_of_a_task_is_ever_more_than_a_value() {
+    machine::alone("no_value_of_a_task_is_ever_more_than_a_value", || {
+        let node = Node::start();
+        let state = [Path::new(STATE)];
+        let before = look(&state);
+        for (n, hostile) in HOSTILE.into_iter().enumerate() {
+            let id = Uuid::from_u128(100 + n as u128);
+            let plain = node.provision(id, NAME, &[0]);
+            let refused = |task: &Provision| node.system.provision(task).unwrap_err().code;
+            assert_eq!(
+                refused(&Provision { user_name: hostile.into(), ..plain.clone() }),
+                "invalid_task",
+                "{hostile:?}"
+            );
+            let nobody = Release { allocation_id: id, user_name: hostile.into(), devices: Vec::new() };
+            assert_eq!(node.system.release(&nobody).unwrap_err().code, "invalid_task", "{hostile:?}");
+            let devices = vec![Device { index: 0, uuid: hostile.into() }];
+            assert_eq!(refused(&Provision { devices, ..plain.clone() }), "device_unknown", "{hostile:?}");
+            for key in [
+                hostile.to_owned(),
+                format!("command=\"{hostile}\" ssh-ed25519 AAAA"),
+                format!("ssh-ed25519 AAAA\n{hostile}"),
+                format!("ssh-ed25519 AAAA {hostile}"),
+            ] {
+                // The name of a SKU stands in the agent's own record alone.
+                let task = Provision { authorized_keys: vec![key.clone()], sku: hostile.into(), ..plain.clone() };
+                match node.system.provision(&task) {
+                    Err(refused) => assert_eq!(refused.code, "invalid_task", "{key:?}"),
+                    Ok(_) => {
+                        // A comment, on the one line that there is.
+                        let written = fs::read_to_string("/etc/ssh/gpuaas-keys/tena").unwrap();
+                        assert_eq!((written.lines().count(), written), (1, format!("ssh-ed25519 AAAA {hostile}\n")));
+                        assert_clean(&node.release(id, NAME, &[0]));
+                    }
+                }
+            }
+        }
+        let differences = View::of("/").differences(&before, &look(&state));
+        assert!(differences.is_empty(), "{differences:#?}");
+    });
+}
+
 #[test]
 fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
     machine::alone("a_user_of_the_machine_is_neither_taken_over_nor_removed", || {
@@ -289,7 +372,7 @@ fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() 
         let state = [Path::new(STATE)];
         let before = {
             let _ = Node::start();
-            machine::look(&state)
+            look(&state)
         };
         // What the steps made so far, undone from the last to the first.
         let undo: [fn(); 4] = [
@@ -306,7 +389,7 @@ fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() 
             undo.iter().take(steps).for_each(|undo| undo());
             assert_clean(&Node::start().release(id, NAME, &[0]));
             // The tool that stood in for the crash wrote its own backups.
-            let differences = machine::differences(&before, &machine::look(&state));
+            let differences = View::of("/").differences(&before, &look(&state));
             let traces: Vec<_> =
                 differences.iter().filter(|it| !it.starts_with("/etc/") || it.contains("tena")).collect();
             assert!(traces.is_empty(), "{traces:#?}");

@@ -2,7 +2,7 @@
 
 use actors::AskError;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, bindings, node, policy, service_account, sku, tenant};
+use domain::{allocation, bindings, node, policy, runtime, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -89,7 +89,7 @@ impl Explain for node::Rejection {
             R::NotFound => ApiError::not_found("node"),
             R::Exists => conflict("The node exists already."),
             R::WrongState { state, command } => {
-                let (done, way) = node_command(&command);
+                let (done, way) = node_command(&state, &command);
                 ApiError::invalid_request(format!("A node that is {state} cannot be {done}; {way}"))
                     .detail("state", state)
             }
@@ -116,13 +116,22 @@ impl Explain for node::Rejection {
                 "The node is not in order: {}. Repair it, wait for its next heartbeat and ask again.",
                 why.trim_end_matches('.')
             )),
+            R::NotOrdered { task_type } => invalid(
+                format!("`type` {task_type} is not ordered by hand; it follows from what is done with allocations."),
+                "type",
+            ),
+            R::TooManyTasks { limit } => conflict(format!(
+                "The node has not reported on {limit} tasks, which is the most; wait for it, or resume what waits for you."
+            ))
+            .detail("limit", limit),
+            R::TaskDoesNotWait { why } => conflict(format!("The task does not wait for an operator: {why}.")),
+            R::TaskUnknown => ApiError::not_found("task of this node"),
             rejection @ (R::TokenRefused { .. }
             | R::CertificateUnknown
             | R::CertificateExpired
             | R::Removed
             | R::Fenced { .. }
             | R::ForeignNode { .. }
-            | R::TaskUnknown
             | R::StaleAttempt { .. }
             | R::NotSchedulable { .. }
             | R::NotEnoughGpus { .. }) => unexpected(&rejection),
@@ -131,7 +140,7 @@ impl Explain for node::Rejection {
 }
 
 /// What was to be done with a node, and what has to be done first.
-fn node_command(command: &str) -> (&'static str, &'static str) {
+fn node_command(state: &str, command: &str) -> (&'static str, &'static str) {
     match command {
         "remove" => ("removed", "retire it first."),
         "retire" => ("retired", "only a node that was active can be; one that never was can be removed."),
@@ -139,8 +148,12 @@ fn node_command(command: &str) -> (&'static str, &'static str) {
         "release_quarantine" => ("released from quarantine", "only a quarantined node can be."),
         "issue_token" => (
             "given a first enrollment token",
-            "that is for nodes that have not been active. Register a new machine as a new node.",
+            "that is for nodes that have not been active. Its identity comes back by reissue-enrollment.",
         ),
+        "reissue" if state == "draining" => {
+            ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
+        }
+        "order_task" if !matches!(state, "removing" | "removed") => ("given a task", "its agent has not enrolled yet."),
         "quarantine" => ("quarantined", "it is gone."),
         _ => ("changed", "it is gone. Register the machine as a new node."),
     }
@@ -328,6 +341,15 @@ impl From<persistence::StoreError> for ApiError {
     }
 }
 
+impl Explain for runtime::Rejection {
+    fn explain(self) -> ApiError {
+        match self {
+            // The record's id comes from the part's name.
+            rejection @ runtime::Rejection::AnotherPart => unexpected(&rejection),
+        }
+    }
+}
+
 impl From<RuntimeError> for ApiError {
     fn from(error: RuntimeError) -> Self {
         Self::unavailable(error)
@@ -361,6 +383,9 @@ mod tests {
             wrong("active", "reactivate"),
             wrong("active", "release_quarantine"),
             wrong("active", "issue_token"),
+            wrong("draining", "reissue"),
+            wrong("removed", "reissue"),
+            wrong("registered", "order_task"),
             wrong("removed", "quarantine"),
             wrong("removed", "revise"),
             node::Rejection::InUse { allocation_id: AllocationId(id) },
@@ -368,6 +393,10 @@ mod tests {
             node::Rejection::RegionNotAllowed { region_code: text() },
             node::Rejection::VersionDiffers,
             node::Rejection::NotInOrder { why: "The agent reports critical health.".into() },
+            node::Rejection::NotOrdered { task_type: domain::TaskType::AllocationRelease },
+            node::Rejection::TooManyTasks { limit: 8 },
+            node::Rejection::TaskDoesNotWait { why: "it is with the agent".into() },
+            node::Rejection::TaskUnknown,
             node::Rejection::CertificateUnknown,
         ] {
             row(&mut table, "node", &rejection.explain());

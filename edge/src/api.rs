@@ -127,6 +127,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/nodes/{id}/quarantine"              => node::quarantine, NotFound;
         Admin  PostOnce "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
         Admin  Get      "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/tasks"                   => node::order_task, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/nodes/{id}/tasks/{task_id}/resume"  => node::resume_task, NotFound, StateConflict;
 
         Admin  Get      "/api/v1/admin/audit-log"                          => audit::log;
 
@@ -167,6 +169,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;
         Admin  Get      "/api/v1/admin/runtime/entities/{kind}/{id}"       => runtime::entity, NotFound;
         Admin  Post     "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
+        Admin  Post     "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => runtime::restart_worker, NotFound, StateConflict;
     }
     .finish(RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE))
 }

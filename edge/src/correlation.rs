@@ -287,6 +287,10 @@ impl Finished<'_> {
         let message = parts.message.as_ref();
         let cause = parts.cause_chain();
         let cause = cause.as_deref();
+        if parts.expected {
+            info!(error_code, http.status = status, elapsed_ms, cause, "request refused: {message}");
+            return;
+        }
         match parts.code {
             Code::InternalError => {
                 error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
@@ -353,6 +357,7 @@ mod tests {
             .route("/fine", get(|scope: Scope| async move { scope.trace.traceparent() }))
             .route("/broken", get(|| async { ApiError::internal("the secret cause") }))
             .route("/login", get(|| async { ApiError::new(Code::Unauthenticated, "Log in.") }))
+            .route("/starting", get(|| async { ApiError::new(Code::ServiceUnavailable, "Not yet.").expected() }))
             .route("/bare", get(|| async { (StatusCode::BAD_REQUEST, "plain words") }))
             .layer(from_fn_with_state(crate::testing::outermost(service), request_scope))
     }
@@ -445,10 +450,12 @@ mod tests {
         let _logging = tracing::subscriber::set_default(subscriber);
         get_with("/broken", &[("x-correlation-id", "c-2"), ("traceparent", PARENT)], API).await;
         get_with("/login", &[], API).await;
+        get_with("/starting", &[], API).await;
         let written = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
         let lines: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let [broken, login] = lines.as_slice() else { panic!("{written}") };
+        let [broken, login, starting] = lines.as_slice() else { panic!("{written}") };
         assert_eq!((&broken["level"], &login["level"]), (&"ERROR".into(), &"WARN".into()));
+        assert_eq!(starting["level"], "INFO", "what is as it should be wakes nobody");
         assert_eq!(broken["fields"]["cause"], "the secret cause");
         assert_eq!(broken["fields"]["error_code"], "internal_error");
         assert_eq!(broken["span"]["correlation_id"], "c-2");

@@ -45,6 +45,7 @@ pub(crate) struct Parts {
     retry_after: Option<Duration>,
     headers: Vec<(header::HeaderName, HeaderValue)>,
     cause: Option<Box<dyn Error + Send + Sync>>,
+    pub(crate) expected: bool,
 }
 
 /// What [`ApiError::into_response`] leaves for the request scope to render and log.
@@ -62,6 +63,7 @@ impl ApiError {
             retry_after: code.retry_after(),
             headers: Vec::new(),
             cause: None,
+            expected: false,
         }))
     }
 
@@ -128,6 +130,13 @@ impl ApiError {
     #[must_use]
     pub fn header(mut self, name: header::HeaderName, value: HeaderValue) -> Self {
         self.0.headers.push((name, value));
+        self
+    }
+
+    /// It is as it should be, and nobody has to look at it: logged as INFO whatever its code.
+    #[must_use]
+    pub fn expected(mut self) -> Self {
+        self.0.expected = true;
         self
     }
 

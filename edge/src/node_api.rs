@@ -11,6 +11,7 @@ mod handed;
 mod heartbeat;
 mod inventory;
 pub mod nonce;
+mod outcome;
 mod page;
 mod proof;
 mod recovery;
@@ -179,6 +180,7 @@ impl From<AskError<Rejection>> for Refused {
 fn unexpected(reply: &Reply) -> ApiError {
     let name = match reply {
         Reply::Node { .. } => "node",
+        Reply::Task { .. } => "task",
         Reply::TokenIssued { .. } => "token_issued",
         Reply::Enrolled { .. } => "enrolled",
         Reply::CloneSuspected => "clone_suspected",

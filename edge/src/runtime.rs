@@ -2,7 +2,8 @@
 //! the shapes (decisions 7, *runtime*).
 
 use chrono::{DateTime, Utc};
-use domain::{EntityRef, Kind};
+use domain::runtime::Part;
+use domain::{EntityRef, Kind, MemberId};
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -16,8 +17,10 @@ pub trait Runtime: Send + Sync + 'static {
     fn tree(&self, filter: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>>;
     /// Where one entity lives and what it is doing there; `None` where no such entity was ever committed.
     fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>>;
-    /// Forgets an entity's failures on every member and starts it anew. `false` where no member knew of it.
-    fn restart_entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>>;
+    /// A row of a member's supervision tree; `None` where no such member lives, or it has no such row.
+    fn worker(&self, member: MemberId, name: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>>;
+    /// Starts a part anew: an entity, its failures forgotten on every member; or a worker, whatever it was doing.
+    fn restart(&self, part: Part) -> BoxFuture<'_, Result<Restarted, RuntimeError>>;
     /// The members, and what each owns.
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>>;
     /// Tells the other members that the identity provider's keys have changed. Best effort: they find out by themselves when they meet
@@ -29,6 +32,16 @@ pub trait Runtime: Send + Sync + 'static {
     fn stats(&self) -> Stats;
     /// Figures in the Prometheus text format.
     fn metrics(&self) -> String;
+}
+
+/// What came of an order to start a part anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Restarted {
+    Anew,
+    /// Nothing of it ran.
+    Nothing,
+    /// A member that lives did not answer: it may have done it, or do it still.
+    Unknown,
 }
 
 /// The report could not be made.
@@ -51,6 +64,8 @@ pub struct TreeFilter {
     pub overdue: Option<bool>,
     /// Entities that failed too often.
     pub parked: Option<bool>,
+    /// With every member's shards one by one.
+    pub shards: Option<bool>,
     /// At most so many entities, 1 to 1000; 100 where it is not given.
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u32>,
@@ -93,6 +108,9 @@ pub struct MemberNode {
     pub workers: Vec<WorkerNode>,
     /// How many shards it owns.
     pub shards: u64,
+    /// Its shards one by one, where the filter asks for them: they hang under `entities`, and their entities under them.
+    #[serde(default)]
+    pub owned_shards: Vec<ShardNode>,
     /// How many entities are awake in it.
     pub awake: u64,
     /// Commands that wait in front of its entities.
@@ -106,11 +124,74 @@ pub struct WorkerNode {
     /// The row that it hangs under; `root` at the top.
     pub under: String,
     pub what: String,
-    /// `running`, `backing_off`, `parked` or `stopped`.
-    pub state: String,
+    pub state: WorkerState,
     pub since: DateTime<Utc>,
     pub restarts: u64,
     pub last_error: Option<String>,
+    /// True where an operator can start it anew; what hangs below it is started anew with it.
+    #[serde(default)]
+    pub restartable: bool,
+    /// What waits for it, where something does.
+    #[serde(default)]
+    pub queue: Option<QueueNode>,
+}
+
+/// How a row of the tree stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerState {
+    Running,
+    /// It ended, and is started again in a moment.
+    BackingOff,
+    /// It ended too often, and waits for an operator.
+    Parked,
+    /// The process is ending.
+    Stopped,
+}
+
+impl WorkerState {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::BackingOff => "backing_off",
+            Self::Parked => "parked",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+/// What waits for a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct QueueNode {
+    /// Handed to nobody yet.
+    pub waiting: u64,
+    /// Being worked on.
+    pub under_way: u64,
+    /// So many may wait; what comes then is turned away or found later. Absent where a store without that bound keeps them.
+    pub bound: Option<u64>,
+}
+
+/// A shard in a member's hands.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ShardNode {
+    pub shard: u8,
+    /// The member's term over it: raised by every takeover.
+    pub epoch: i64,
+    pub state: ShardState,
+    pub since: DateTime<Utc>,
+    /// How many of its entities are awake.
+    pub awake: u64,
+    /// Commands that wait in front of them.
+    pub mailbox_depth: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ShardState {
+    Open,
+    /// It is being handed over: what is under way is answered, and nothing new is taken.
+    Closing,
 }
 
 /// One entity: where it lives, what state it is in, and why it waits.
@@ -122,8 +203,7 @@ pub struct EntityNode {
     /// The member that owns its shard.
     pub member: Option<Uuid>,
     pub member_name: Option<String>,
-    /// `awake`, `asleep`, `backing_off` or `parked`.
-    pub status: String,
+    pub status: EntityStatus,
     /// The state of its machine, as it was committed last.
     pub state: Option<String>,
     pub version: i64,
@@ -133,10 +213,48 @@ pub struct EntityNode {
     pub waits_for: Option<String>,
     /// Until when.
     pub deadline_at: Option<DateTime<Utc>>,
+    /// When it looks at itself next, if nobody asks it before.
+    #[serde(default)]
+    pub wakes_at: Option<DateTime<Utc>>,
     pub overdue: bool,
     pub mailbox_depth: u64,
     pub restarts: u64,
     pub last_error: Option<String>,
+}
+
+/// How an entity stands with the member that owns its shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EntityStatus {
+    Awake,
+    /// Nobody needs it; the next command or its own time wakes it.
+    Asleep,
+    /// It ended in failure lately, and is left alone for a moment.
+    BackingOff,
+    /// It failed too often, and waits for an operator.
+    Parked,
+}
+
+impl EntityStatus {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Awake => "awake",
+            Self::Asleep => "asleep",
+            Self::BackingOff => "backing_off",
+            Self::Parked => "parked",
+        }
+    }
+}
+
+impl From<actors::host::EntityStatus> for EntityStatus {
+    fn from(status: actors::host::EntityStatus) -> Self {
+        match status {
+            actors::host::EntityStatus::Awake => Self::Awake,
+            actors::host::EntityStatus::BackingOff => Self::BackingOff,
+            actors::host::EntityStatus::Parked => Self::Parked,
+        }
+    }
 }
 
 /// The members of the cluster.
@@ -171,6 +289,9 @@ pub struct Readiness {
     pub ready: bool,
     /// Each check by name; `ok`, or what is wrong.
     pub checks: BTreeMap<String, String>,
+    /// It has never been ready: it is on its way, and nobody has to look.
+    #[serde(skip)]
+    pub starting: bool,
 }
 
 impl From<persistence::StoreError> for RuntimeError {

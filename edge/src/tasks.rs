@@ -2,10 +2,11 @@
 
 use crate::services::Trust;
 use chrono::TimeDelta;
-use domain::node::{Order, What};
+use domain::TaskType;
+use domain::node::{Order, Place, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, Provision, Release, Task, TaskPayload, sign};
+use wire::task::{Envelope, Provision, Reboot, Release, Task, TaskPayload, sign};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -17,10 +18,11 @@ pub fn is_in_time(order: &Order, now: Timestamp) -> bool {
     now < order.work.deadline_at
 }
 
-/// The task that an order is, for the agent of `node_id`. It expires with the order, and after ten minutes at the latest.
+/// The task that an order is, for the agent of `node_id`. It expires with the order, and after ten minutes at the latest. `None`: agents
+/// have no such task, and no machine orders one.
 #[must_use]
-pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
-    TaskPayload {
+pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> Option<TaskPayload> {
+    Some(TaskPayload {
         node_id: node_id.0,
         task_id: order.work.task_id.0,
         attempt: order.work.attempt,
@@ -31,34 +33,63 @@ pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
             traceparent: origin.traceparent,
             tracestate: origin.tracestate,
         }),
-        task: task(order),
-    }
+        task: task(order)?,
+    })
 }
 
 /// Signs an order with the control plane's task key.
 ///
 /// # Errors
-/// The payload does not serialise, which no order does.
-pub fn signed(trust: &Trust, node_id: NodeId, order: &Order, now: Timestamp) -> Result<Envelope, serde_json::Error> {
-    sign(&trust.task_signer, &trust.task_key_id, &payload(node_id, order, now))
+/// The order is of a type that agents do not have, which no machine orders.
+pub fn signed(trust: &Trust, node_id: NodeId, order: &Order, now: Timestamp) -> Result<Envelope, NotATask> {
+    let payload = payload(node_id, order, now).ok_or(NotATask::NoSuchType)?;
+    sign(&trust.task_signer, &trust.task_key_id, &payload).map_err(NotATask::Unwritable)
 }
 
-fn task(order: &Order) -> Task {
-    let allocation_id = order.allocation_id.0;
-    let user_name = order.placed.user_name.clone();
-    let devices: Vec<_> =
-        order.placed.devices.iter().map(|device| Device { index: device.index, uuid: device.uuid.clone() }).collect();
-    match &order.what {
-        What::Provision { keys } => Task::Provision(Provision {
-            allocation_id,
-            user_name,
+/// Why an order cannot be handed to an agent.
+#[derive(Debug, thiserror::Error)]
+pub enum NotATask {
+    #[error("agents have no task of this type")]
+    NoSuchType,
+    #[error("the task cannot be written")]
+    Unwritable(#[source] serde_json::Error),
+}
+
+fn task(order: &Order) -> Option<Task> {
+    Some(match &order.what {
+        What::Provision { place, keys } => Task::Provision(Provision {
+            allocation_id: place.allocation_id.0,
+            user_name: place.placed.user_name.clone(),
             authorized_keys: keys.iter().map(|key| key.public_key.clone()).collect(),
-            devices,
-            sku: order.sku.clone(),
+            devices: devices(place),
+            sku: place.sku.clone(),
             deadline_at: order.work.deadline_at,
         }),
-        What::Release => Task::Release(Release { allocation_id, user_name, devices }),
-    }
+        What::Release { place } => Task::Release(Release {
+            allocation_id: place.allocation_id.0,
+            user_name: place.placed.user_name.clone(),
+            devices: devices(place),
+        }),
+        What::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
+        What::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
+        What::OfNode { task_type: TaskType::NodeReboot, boot_id } => {
+            Task::Reboot(Reboot { boot_id: boot_id.as_ref()?.parse().ok()? })
+        }
+        What::OfNode {
+            task_type:
+                TaskType::AllocationProvision
+                | TaskType::AllocationRelease
+                | TaskType::SshKeysReconcile
+                | TaskType::TerminalOpen
+                | TaskType::NodeReimage
+                | TaskType::AgentUpdate,
+            ..
+        } => return None,
+    })
+}
+
+fn devices(place: &Place) -> Vec<Device> {
+    place.placed.devices.iter().map(|device| Device { index: device.index, uuid: device.uuid.clone() }).collect()
 }
 
 #[cfg(test)]
@@ -67,6 +98,7 @@ mod tests {
     use super::*;
     use domain::allocation::{AuthorizedKey, Placed};
     use domain::node::Work;
+    use domain::task_type::WhenStale;
     use domain::{AllocationId, Origin, SshKeyId, TaskId};
     use uuid::Uuid;
 
@@ -83,6 +115,12 @@ mod tests {
                     tracestate: None,
                 }),
             },
+            what,
+        }
+    }
+
+    fn place() -> Place {
+        Place {
             allocation_id: AllocationId(Uuid::from_u128(2)),
             placed: Placed {
                 devices: vec![domain::event::Device { index: 1, uuid: "GPU-1".into() }],
@@ -90,10 +128,18 @@ mod tests {
                 port: 22,
                 user_name: "gpu-2".into(),
                 region_code: "eu-1".into(),
+                host_fingerprint: None,
             },
             sku: "h100".into(),
-            what,
         }
+    }
+
+    fn release() -> What {
+        What::Release { place: place() }
+    }
+
+    fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
+        super::payload(node_id, order, now).unwrap()
     }
 
     #[test]
@@ -101,11 +147,30 @@ mod tests {
         let now = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
         let soon = now + TimeDelta::seconds(30);
         let node = NodeId(Uuid::from_u128(1));
-        assert_eq!(payload(node, &order(soon, What::Release), now).expires_at, soon);
-        let endless = payload(node, &order(Timestamp::MAX_UTC, What::Release), now);
+        assert_eq!(payload(node, &order(soon, release()), now).expires_at, soon);
+        let endless = payload(node, &order(Timestamp::MAX_UTC, release()), now);
         assert_eq!(endless.expires_at, now + TimeDelta::minutes(10));
-        assert!(is_in_time(&order(soon, What::Release), now));
-        assert!(!is_in_time(&order(now, What::Release), now));
+        assert!(is_in_time(&order(soon, release()), now));
+        assert!(!is_in_time(&order(now, release()), now));
+    }
+
+    /// One table says what becomes of a stale task ([`TaskType`]); what agents do must agree with it.
+    #[test]
+    fn what_agents_may_do_twice_is_what_is_offered_twice() {
+        let now = Timestamp::UNIX_EPOCH;
+        let boot_id = Some(Uuid::from_u128(9).to_string());
+        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }]
+            .into_iter()
+            .chain(TaskType::ORDERED.map(|task_type| What::OfNode { task_type, boot_id: boot_id.clone() }));
+        for what in orders {
+            let task = payload(NodeId(Uuid::nil()), &order(now, what), now).task;
+            let task_type = TaskType::parse(task.kind()).unwrap();
+            assert_eq!(task.is_idempotent(), task_type.when_stale() == WhenStale::Requeue, "{task_type}");
+        }
+        for task_type in TaskType::ALL.iter().filter(|it| !TaskType::ORDERED.contains(it)) {
+            let order = order(now, What::OfNode { task_type: *task_type, boot_id: boot_id.clone() });
+            assert!(super::payload(NodeId(Uuid::nil()), &order, now).is_none(), "{task_type}");
+        }
     }
 
     #[test]
@@ -117,7 +182,11 @@ mod tests {
             public_key: "ssh-ed25519 AAAA".into(),
             fingerprint: "SHA256:x".into(),
         };
-        let provision = payload(NodeId(Uuid::from_u128(1)), &order(until, What::Provision { keys: vec![key] }), now);
+        let provision = payload(
+            NodeId(Uuid::from_u128(1)),
+            &order(until, What::Provision { place: place(), keys: vec![key] }),
+            now,
+        );
         assert_eq!(
             (provision.node_id, provision.task_id, provision.attempt),
             (Uuid::from_u128(1), Uuid::from_u128(3), 2)
@@ -134,7 +203,7 @@ mod tests {
             deadline_at: until,
         };
         assert_eq!(provision.task, Task::Provision(expected));
-        let release = payload(NodeId(Uuid::from_u128(1)), &order(until, What::Release), now);
+        let release = payload(NodeId(Uuid::from_u128(1)), &order(until, release()), now);
         let expected = Release { allocation_id: Uuid::from_u128(2), user_name: "gpu-2".into(), devices };
         assert_eq!(release.task, Task::Release(expected));
     }

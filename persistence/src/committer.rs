@@ -18,6 +18,7 @@
 mod batch;
 mod metrics;
 mod sequence;
+mod under_way;
 mod worker;
 
 pub use metrics::CommitterMetrics;
@@ -33,6 +34,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+use under_way::UnderWay;
+use uuid::Uuid;
+
+/// How long the fate of what is under way is waited for.
+const CERTAIN_WITHIN: Duration = Duration::from_secs(2);
+/// How often it is looked at. It is waited for seldom: after a lost connection, and where an entity was stopped in the middle.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// How the committer is set up.
 #[derive(Clone, Debug)]
@@ -73,6 +82,7 @@ pub struct Committer {
 
 struct Inner {
     lanes: Vec<Lane>,
+    under_way: UnderWay,
     metrics: CommitterMetrics,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -86,14 +96,13 @@ struct Lane {
 impl Committer {
     /// Starts the workers. They connect with the pool's options, on connections of their own.
     ///
-    /// What was applied is handed to `published`, so that it need not be read back; where that channel is full the rows are
-    /// left to the poll for orphans.
+    /// What was applied is handed to `published`, so that it need not be read back; what does not fit is left to the poll for orphans.
     #[must_use]
     pub fn start(
         pool: &PgPool,
         config: CommitterConfig,
         metrics: CommitterMetrics,
-        published: mpsc::Sender<Vec<OutboxRow>>,
+        published: mpsc::Sender<OutboxRow>,
     ) -> Self {
         let (stop, stopped) = watch::channel(false);
         let options = pool.connect_options();
@@ -113,14 +122,15 @@ impl Committer {
             tasks.push(tokio::spawn(worker.run(queue, stopped.clone())));
             lanes.push(Lane { jobs, status });
         }
-        Self { inner: Arc::new(Inner { lanes, metrics, stop, tasks: Mutex::new(tasks) }) }
+        let under_way = UnderWay::default();
+        Self { inner: Arc::new(Inner { lanes, under_way, metrics, stop, tasks: Mutex::new(tasks) }) }
     }
 
     /// Makes one transition durable, together with what else is waiting, and says what became of it.
     pub async fn commit(&self, commit: Commit) -> Outcome {
         let shard = commit.shard;
         let (answer, outcome) = oneshot::channel();
-        let outcome = match Job::new(commit, answer) {
+        let outcome = match Job::new(commit, answer, &self.inner.under_way) {
             Err(refused) => refused,
             Ok(job) => match self.lane(shard).jobs.try_send(job) {
                 Ok(()) => {
@@ -136,12 +146,28 @@ impl Committer {
         outcome
     }
 
+    /// Waits until the store holds of the entity what it will hold: nothing of it is on its way from here, and no batch of its lane is
+    /// of unknown fate. `false` where that is not so in time. To be asked before the entity is read to be decided on: what was handed
+    /// over outlives the one who did so.
+    pub async fn certain(&self, entity: Uuid, shard: Shard) -> bool {
+        let in_doubt = || self.lane(shard).status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt;
+        let until = Instant::now() + CERTAIN_WITHIN;
+        while self.inner.under_way.has(entity) || in_doubt() {
+            if Instant::now() >= until {
+                return false;
+            }
+            sleep(LOOK_EVERY).await;
+        }
+        true
+    }
+
     /// What each worker is doing, for the supervision tree.
     #[must_use]
     pub fn workers(&self) -> Vec<WorkerStatus> {
         let read = |lane: &Lane| {
             let mut status = lane.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            status.waiting = lane.jobs.max_capacity() - lane.jobs.capacity();
+            status.bound = lane.jobs.max_capacity();
+            status.waiting = status.bound - lane.jobs.capacity();
             status
         };
         self.inner.lanes.iter().map(read).collect()

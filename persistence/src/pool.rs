@@ -5,8 +5,8 @@ mod undelayed;
 
 pub(crate) use kept::Kept;
 use secrecy::{ExposeSecret, SecretString};
-use sqlx::Connection as _;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
+use sqlx::{Connection as _, Postgres, Transaction};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -82,6 +82,18 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
             })
         })
         .connect_lazy_with(options))
+}
+
+/// Begins a transaction, whole or not at all: whoever does not wait for it any more leaves no connection in the middle of one. (The
+/// library takes it for begun only when it has the answer; a beginning that is dropped before would go back to the pool as it is, and
+/// what is done on that connection afterwards would never be committed.)
+pub(crate) async fn begin(
+    pool: &PgPool,
+    statement: &'static str,
+) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
+    let pool = pool.clone();
+    let begun = tokio::spawn(async move { pool.begin_with(statement).await });
+    begun.await.unwrap_or(Err(sqlx::Error::WorkerCrashed))
 }
 
 fn connect_options(config: &PoolConfig) -> Result<PgConnectOptions, PoolError> {

@@ -17,7 +17,7 @@ pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, Stat
 pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use policy::{PolicyFilter, PolicyRow};
-pub use shard::{Due, Overdue};
+pub use shard::{Due, Orphans, Overdue};
 pub use waiting::{Waiting, WaitingFilter};
 
 use crate::pool::Kept;

@@ -16,7 +16,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use agents::{AgentProcess, AgentSettings, SimulatedGpus};
+use agents::{AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
 use api::Api;
 use balancer::Balancer;
 use environment::{Environment, EnvironmentFile};
@@ -113,6 +113,8 @@ struct Dev {
     authority: Authority,
     logs: PathBuf,
     agent_settings: AgentSettings,
+    /// Where agents that make users have what is theirs alone; `None` where they make none.
+    system_folder: Option<PathBuf>,
     _lock: Flock<std::fs::File>,
 }
 
@@ -124,12 +126,14 @@ impl Dev {
         let lock = lock(&folder)?;
         let run = folder.join("run");
         let logs = folder.join("logs");
+        let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
+        let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
+        // A run that was killed may have left tenants on this machine, and their agents' state says who they are.
+        agents::clean_up(&agent, &run.join("agents"))?;
         for left in [&run, &logs] {
             files::remove_folder(left)?;
             files::private_folder(left)?;
         }
-        let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
-        let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
 
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
@@ -178,7 +182,13 @@ impl Dev {
             logs: logs.clone(),
             gpus: SimulatedGpus { count: u32::from(args.gpus), model: "H100".to_owned(), memory_mib: 81_920 },
             flags: Vec::new(),
+            system: None,
         };
+        let no_users = agents::why_no_users(&run);
+        clock.lap(&match &no_users {
+            None => "agents use the executor system: tenants are Linux users of this machine".to_owned(),
+            Some(why) => format!("agents use the executor sandbox, which lets nobody in by SSH: {why}"),
+        });
         Ok(Self {
             env_file,
             agents: Vec::new(),
@@ -191,6 +201,7 @@ impl Dev {
             authority,
             logs,
             agent_settings,
+            system_folder: no_users.is_none().then(|| system_folder(&folder)),
             _lock: lock,
         })
     }
@@ -206,10 +217,21 @@ impl Dev {
         let job = MainJob { admin: &admin, second_admin: &second_admin, admin_subjects, user: &user, listener: &clock };
         let sku = job.offer(&self.agent_settings).await?;
         let names: Vec<String> = (1..=args.nodes).map(|number| format!("node-{number}")).collect();
-        let onboarding = names.iter().map(|name| job.onboard(name, &sku, &self.agent_settings));
+        let settings = (0..).zip(&names).map(|(number, _)| self.agent_settings_of(number));
+        let settings = settings.collect::<anyhow::Result<Vec<_>>>()?;
+        let onboarding = names.iter().zip(&settings).map(|(name, settings)| job.onboard(name, &sku, settings));
         let onboarded = try_join_all(onboarding).await?;
         self.agents.extend(onboarded.into_iter().map(|(_, agent)| agent));
         job.rent_and_return(&sku, u32::from(args.gpus.div_ceil(2))).await
+    }
+
+    /// How the agent of this number is started.
+    fn agent_settings_of(&self, number: u32) -> anyhow::Result<AgentSettings> {
+        let system = match &self.system_folder {
+            Some(folder) => Some(SystemAgent::new(folder, number)?),
+            None => None,
+        };
+        Ok(AgentSettings { system, ..self.agent_settings.clone() })
     }
 
     /// Many nodes at once are more requests than an administrator has in a minute: the limit is raised as any operator would.
@@ -284,10 +306,24 @@ impl Dev {
     /// Stops in the order in which nobody misses what is gone: agents, control plane, the stores.
     async fn stop(mut self) {
         futures::future::join_all(self.agents.iter_mut().map(AgentProcess::stop)).await;
+        if let Err(error) = agents::clean_up(&self.agent_settings.executable, &self.agent_settings.folder) {
+            say(&format!("{error:#}. The next start tries again."));
+        }
+        if let Some(folder) = &self.system_folder {
+            let _ = files::remove_folder(folder);
+        }
         futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
         self.nats.stop().await;
         self.postgres.stop().await;
     }
+}
+
+/// Outside of the checkout, which others may not be able to pass through; the same for every run in this folder.
+fn system_folder(folder: &std::path::Path) -> PathBuf {
+    use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+    let mut hasher = DefaultHasher::new();
+    folder.hash(&mut hasher);
+    PathBuf::from(format!("/run/gpuaas-dev-{:016x}", hasher.finish()))
 }
 
 fn variables(

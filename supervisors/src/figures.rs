@@ -12,8 +12,8 @@ use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 use sqlx::PgPool;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 /// What of this process is measured when it is asked.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,6 +24,15 @@ pub struct Moment {
     pub parked_polls: usize,
     pub nats_connected: bool,
     pub lease_fresh: bool,
+}
+
+/// How far a stream's consumer is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lag {
+    /// Events that it has not been given.
+    pub waiting: u64,
+    /// Events that it was given and has not settled.
+    pub under_way: u64,
 }
 
 /// Gauges and counters of this process.
@@ -45,6 +54,7 @@ pub struct ProcessFigures {
     outbox_age: Gauge,
     lag: IntGaugeVec,
     read_at: GaugeVec,
+    lags: Mutex<BTreeMap<&'static str, Lag>>,
     /// Two scrapes at once must not count the same failures twice.
     scraped: Mutex<u64>,
 }
@@ -94,6 +104,7 @@ impl ProcessFigures {
             outbox_age,
             lag: gauges("nats_consumer_lag", "Events that the reactions' consumer has not settled.", &["stream"])?,
             read_at,
+            lags: Mutex::default(),
             scraped: Mutex::default(),
         })
     }
@@ -147,9 +158,16 @@ impl ProcessFigures {
     }
 
     /// What JetStream says of a stream's consumer.
-    pub fn lags(&self, stream: Stream, events: u64) {
-        self.lag.with_label_values(&[stream.name()]).set(events.cast_signed());
+    pub fn lags(&self, stream: Stream, lag: Lag) {
+        self.lag.with_label_values(&[stream.name()]).set((lag.waiting + lag.under_way).cast_signed());
+        self.lags.lock().unwrap_or_else(PoisonError::into_inner).insert(stream.name(), lag);
         self.read_now("nats");
+    }
+
+    /// How far a stream's consumer was when it was looked at last; `None` where nobody has looked yet.
+    #[must_use]
+    pub fn lag_of(&self, stream: Stream) -> Option<Lag> {
+        self.lags.lock().unwrap_or_else(PoisonError::into_inner).get(stream.name()).copied()
     }
 
     fn read_now(&self, from: &str) {

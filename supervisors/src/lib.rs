@@ -7,6 +7,8 @@ pub mod dev;
 pub mod figures;
 pub mod logging;
 pub mod node_ca_command;
+pub mod operator;
+pub mod restart_command;
 pub mod runtime;
 pub mod serve;
 pub mod supervisor;

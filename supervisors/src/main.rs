@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
+use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
@@ -35,6 +36,8 @@ enum Command {
     BeginIncarnation,
     /// Shows the supervision tree of the running cluster.
     Tree(TreeArgs),
+    /// Starts an entity or a worker of the running cluster anew.
+    Restart(RestartArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
@@ -71,6 +74,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
         Command::Tree(args) => tree_command::run(args).await?,
+        Command::Restart(args) => restart_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }

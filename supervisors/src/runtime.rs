@@ -1,36 +1,43 @@
 //! The running cluster as an operator sees it: what this process knows of itself, put together with what the others say and what
 //! the database holds.
 
+mod here;
+
 use crate::cluster::View;
 use crate::cluster::bus::Bus;
 use crate::cluster::gather::{answer_all, ask_all};
-use crate::figures::{Moment, ProcessFigures, pool_of};
+use crate::figures::ProcessFigures;
 use crate::supervisor::Supervisor;
 use crate::tree::BESIDE;
 use actors::Host;
-use actors::host::EntityRow;
+use actors::host::{self, EntityRow};
 use actors::place::shard_of;
-use chrono::Utc;
+use chrono::{TimeDelta, Utc};
+use domain::runtime::Part as Restartable;
 use domain::{EntityRef, Kind, MemberId};
 use edge::polls::Polls;
 use edge::runtime::{
-    ClusterReport, EntityNode, MemberNode, MemberReport, Readiness, Runtime, RuntimeError, Stats, StatsCommitter,
-    StatsEntities, StatsMember, StatsPool, Tree, TreeFilter, WorkerNode,
+    ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, Restarted, Runtime, RuntimeError,
+    Stats, Tree, TreeFilter, WorkerNode, WorkerState,
 };
 use edge::tls::connections::Connections;
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::committer::WorkerStatus;
 use persistence::read::{Waiting, WaitingFilter};
-use persistence::{Cluster, Committer, Reads};
+use persistence::{Cluster, Committer, OutboxRow, Reads};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::mpsc;
 use uuid::Uuid;
 
 /// How many entities a tree shows where nothing else is asked for.
 const SHOWN: u32 = 100;
+
+/// A tick that lies further ahead stands for never.
+const SEEN_AHEAD: TimeDelta = TimeDelta::days(3650);
 
 /// What one process can say, and whom it asks for the rest.
 pub struct Operations {
@@ -45,18 +52,27 @@ pub struct Operations {
     pub pool: PgPool,
     pub polls: Polls,
     pub connections: Connections,
+    /// What was committed and the relay has not taken.
+    pub committed: mpsc::Sender<OutboxRow>,
+    pub been_ready: AtomicBool,
 }
 
 /// What the members ask each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Question {
-    /// What runs there, with the entities of `ids` and all that are parked or backing off.
+    /// What runs there, with the entities of `ids` and all that are parked or backing off; its shards too, where they are wanted.
     Part {
         ids: Vec<Uuid>,
+        #[serde(default)]
+        shards: bool,
     },
     Restart {
         entity: EntityRef,
+    },
+    RestartWorker {
+        member: MemberId,
+        worker: String,
     },
 }
 
@@ -82,109 +98,8 @@ impl Operations {
         answer_all(&self.bus, &self.view, |question| self.say(&question)).await
     }
 
-    fn say(&self, question: &Question) -> Said {
-        match question {
-            Question::Part { ids } => Said::Part(Box::new(self.part(ids))),
-            Question::Restart { entity } => Said::Restarted(self.host.restart(*entity)),
-        }
-    }
-
-    fn part(&self, ids: &[Uuid]) -> Part {
-        let wanted: BTreeSet<_> = ids.iter().collect();
-        let all = self.host.entities();
-        let shards = self.host.shards();
-        let node = MemberNode {
-            id: self.view.me.id.0,
-            name: self.view.me.name.clone(),
-            started_at: self.view.me.started_at,
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            workers: self.workers(),
-            shards: shards.len() as u64,
-            awake: all.iter().filter(|row| row.status == "awake").count() as u64,
-            mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
-        };
-        let shown = |row: &EntityRow| row.status != "awake" || wanted.contains(&row.id);
-        Part { node, entities: all.into_iter().filter(shown).collect() }
-    }
-
-    fn workers(&self) -> Vec<WorkerNode> {
-        let node = |row: crate::supervisor::WorkerRow| WorkerNode {
-            name: row.name,
-            under: row.under,
-            what: row.what,
-            state: row.state,
-            since: row.since,
-            restarts: row.restarts,
-            last_error: row.last_error,
-        };
-        self.supervisor.rows().into_iter().map(node).chain(self.lanes()).collect()
-    }
-
-    /// The committer's workers look after themselves; here they are shown.
-    fn lanes(&self) -> Vec<WorkerNode> {
-        let row = |(lane, at): (usize, WorkerStatus)| WorkerNode {
-            name: format!("committer-{}", lane + 1),
-            under: "root".to_owned(),
-            what: format!("commits transitions: {} wait, {} batches so far", at.waiting, at.batches),
-            state: if at.connected { "running" } else { "backing_off" }.to_owned(),
-            since: self.view.me.started_at,
-            restarts: 0,
-            last_error: at.last_error,
-        };
-        self.committer.workers().into_iter().enumerate().map(row).collect()
-    }
-
-    fn moment(&self) -> Moment {
-        let (pool_open, pool_idle) = pool_of(&self.pool);
-        Moment {
-            lives: self.host.figures(),
-            pool_open,
-            pool_idle,
-            parked_polls: self.polls.nodes(),
-            nats_connected: self.bus.is_connected(),
-            lease_fresh: self.view.is_fresh(),
-        }
-    }
-
-    fn stats(&self) -> Stats {
-        let Moment { lives, pool_open, pool_idle, parked_polls, nats_connected, lease_fresh } = self.moment();
-        let me = &self.view.me;
-        let committer = self.committer.workers().into_iter().map(|worker| StatsCommitter {
-            connected: worker.connected,
-            waiting: worker.waiting as u64,
-            batches: worker.batches,
-            last_error: worker.last_error,
-            last_error_at: worker.last_error_at,
-        });
-        Stats {
-            member: StatsMember {
-                id: me.id.0,
-                name: me.name.clone(),
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-                roles: serde_json::from_value(me.details["roles"].clone()).unwrap_or_default(),
-                started_at: me.started_at,
-                uptime_seconds: (Utc::now() - me.started_at).num_seconds().max(0).unsigned_abs(),
-            },
-            entities: StatsEntities {
-                shards: lives.shards as u64,
-                awake: lives.awake as u64,
-                parked: lives.parked as u64,
-                failing: lives.backing_off as u64,
-                mailbox_depth: lives.mailbox_depth as u64,
-                failures_total: lives.failures_total,
-            },
-            committer: committer.collect(),
-            database_pool: StatsPool { open: pool_open, idle: pool_idle as u64 },
-            nats_connected,
-            lease_fresh,
-            parked_polls: parked_polls as u64,
-            node_connections: self.connections.all() as u64,
-            workers: self.workers(),
-        }
-    }
-
-    async fn gather(&self, ids: Vec<Uuid>) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
-        let question = Question::Part { ids };
+    async fn gather(&self, ids: Vec<Uuid>, shards: bool) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
+        let question = Question::Part { ids, shards };
         let own = self.say(&question);
         let gathered = ask_all(&self.bus, &self.view, &question, own).await;
         let parts = gathered.answers.into_iter().filter_map(|(id, said)| match said {
@@ -211,10 +126,11 @@ impl Operations {
         let mut waiting = if only_parked { Vec::new() } else { self.reads.waiting(&wanted, limit + 1).await? };
         let truncated = waiting.len() > limit as usize;
         waiting.truncate(limit as usize);
-        let (parts, silent) = self.gather(waiting.iter().map(|row| row.entity.id).collect()).await;
+        let ids = waiting.iter().map(|row| row.entity.id).collect();
+        let (parts, silent) = self.gather(ids, filter.shards == Some(true)).await;
         let rows: BTreeMap<Uuid, &EntityRow> =
             parts.values().flat_map(|part| &part.entities).map(|row| (row.id, row)).collect();
-        let troubled: Vec<_> = rows.values().filter(|row| row.status != "awake").copied().collect();
+        let troubled: Vec<_> = rows.values().filter(|row| row.status != host::EntityStatus::Awake).copied().collect();
         if only_parked || filter.kind.is_none() && filter.state.is_none() && filter.overdue.is_none() {
             let known: BTreeSet<_> = waiting.iter().map(|row| row.entity.id).collect();
             let missing = troubled.iter().map(|row| row.id).filter(|id| !known.contains(id));
@@ -228,7 +144,7 @@ impl Operations {
         let mut entities: Vec<_> =
             waiting.iter().map(|at| shown(at, rows.get(&at.entity.id).copied(), &owners)).collect();
         if only_parked {
-            entities.retain(|entity| entity.status == "parked");
+            entities.retain(|entity| entity.status == EntityStatus::Parked);
         }
         let mut entities_by_kind: BTreeMap<String, BTreeMap<String, u64>> = BTreeMap::new();
         for count in self.reads.counts().await? {
@@ -236,7 +152,7 @@ impl Operations {
         }
         Ok(Tree {
             overdue: self.reads.overdue(now, 1).await?.count,
-            parked: troubled.iter().filter(|row| row.status == "parked").count() as u64,
+            parked: troubled.iter().filter(|row| row.status == host::EntityStatus::Parked).count() as u64,
             members: parts.values().map(|part| part.node.clone()).collect(),
             silent: silent.into_iter().map(|id| id.0).collect(),
             entities_by_kind,
@@ -248,17 +164,38 @@ impl Operations {
     async fn find(&self, entity: EntityRef) -> Result<Option<EntityNode>, RuntimeError> {
         let wanted = WaitingFilter { kind: Some(entity.kind), ids: Some(vec![entity.id]), ..WaitingFilter::default() };
         let Some(at) = self.reads.waiting(&wanted, 1).await?.pop() else { return Ok(None) };
-        let (parts, _) = self.gather(vec![entity.id]).await;
+        let (parts, _) = self.gather(vec![entity.id], false).await;
         let row = parts.values().flat_map(|part| &part.entities).find(|row| row.id == entity.id);
         Ok(Some(shown(&at, row, &self.owners())))
     }
 
-    async fn restart(&self, entity: EntityRef) -> Result<bool, RuntimeError> {
-        self.cluster.unpark(entity).await?;
-        let question = Question::Restart { entity };
+    async fn find_worker(&self, member: MemberId, name: &str) -> Result<Option<WorkerNode>, RuntimeError> {
+        let (mut parts, silent) = self.gather(Vec::new(), false).await;
+        if silent.contains(&member) {
+            return Err(RuntimeError(format!("member {member} lives and did not answer")));
+        }
+        let workers = parts.remove(&member).map(|part| part.node.workers).unwrap_or_default();
+        Ok(workers.into_iter().find(|worker| worker.name == name))
+    }
+
+    async fn restart(&self, part: Restartable) -> Result<Restarted, RuntimeError> {
+        let (question, by) = match part {
+            Restartable::Entity { entity } => {
+                self.cluster.unpark(entity).await?;
+                // Whoever owns it, or still has an actor of it.
+                (Question::Restart { entity }, None)
+            }
+            Restartable::Worker { member, worker } => (Question::RestartWorker { member, worker }, Some(member)),
+        };
         let own = self.say(&question);
         let gathered = ask_all(&self.bus, &self.view, &question, own).await;
-        Ok(gathered.answers.values().any(|said| matches!(said, Said::Restarted(true))))
+        let done = gathered.answers.values().any(|said| matches!(said, Said::Restarted(true)));
+        let missing = by.map_or(!gathered.silent.is_empty(), |member| gathered.silent.contains(&member));
+        Ok(match (done, missing) {
+            (true, _) => Restarted::Anew,
+            (false, true) => Restarted::Unknown,
+            (false, false) => Restarted::Nothing,
+        })
     }
 
     /// Who owns each shard, by id and name.
@@ -312,14 +249,14 @@ impl Operations {
         // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
         let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
         let rows = self.supervisor.rows().into_iter();
-        let parked: Vec<_> = rows.filter(|row| row.state == "parked").map(|row| row.name).collect();
-        let serving_needs = |name: &&String| !BESIDE.contains(&name.as_str());
-        let parked: Vec<_> = parked.iter().filter(serving_needs).map(String::as_str).collect();
+        let parked = rows.filter(|row| row.state == WorkerState::Parked).map(|row| row.row.name);
+        let parked: Vec<_> = parked.filter(|name| !BESIDE.contains(name)).collect();
         let workers = if parked.is_empty() { "ok".to_owned() } else { format!("parked: {}", parked.join(", ")) };
         let ready = [&store, &shards, &member, &workers].into_iter().all(|check| check == "ok");
         let checks =
             [("postgres", store), ("shards", shards), ("membership", member), ("workers", workers), ("nats", bus)];
-        Readiness { ready, checks: checks.map(|(name, check)| (name.to_owned(), check)).into() }
+        let starting = !self.been_ready.fetch_or(ready, Ordering::Relaxed) && !ready;
+        Readiness { ready, checks: checks.map(|(name, check)| (name.to_owned(), check)).into(), starting }
     }
 }
 
@@ -327,19 +264,20 @@ impl Operations {
 fn shown(at: &Waiting, row: Option<&EntityRow>, owners: &BTreeMap<u8, (Uuid, Option<String>)>) -> EntityNode {
     let shard = shard_of(at.entity.id).0;
     let owner = owners.get(&shard);
-    let parked = row.filter(|row| row.status != "awake").and_then(|row| row.waits_for.clone());
+    let parked = row.filter(|row| row.status != host::EntityStatus::Awake).and_then(|row| row.waits_for.clone());
     EntityNode {
         kind: at.entity.kind.to_string(),
         id: at.entity.id,
         shard,
         member: owner.map(|(id, _)| *id),
         member_name: owner.and_then(|(_, name)| name.clone()),
-        status: row.map_or("asleep", |row| row.status.as_str()).to_owned(),
+        status: row.map_or(EntityStatus::Asleep, |row| row.status.into()),
         state: Some(at.state.clone()),
         version: at.version,
         since: Some(at.updated_at),
         waits_for: parked.or_else(|| at.reason.clone().filter(|reason| !reason.is_empty())),
         deadline_at: at.deadline_at,
+        wakes_at: at.wake_at.filter(|wake_at| *wake_at < Utc::now() + SEEN_AHEAD),
         overdue: at.deadline_at.is_some_and(|deadline| deadline < Utc::now()),
         mailbox_depth: row.map_or(0, |row| row.mailbox_depth as u64),
         restarts: row.map_or(0, |row| row.restarts),
@@ -363,8 +301,13 @@ impl Runtime for Reported {
         self.0.find(entity).boxed()
     }
 
-    fn restart_entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
-        self.0.restart(entity).boxed()
+    fn worker(&self, member: MemberId, name: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>> {
+        let name = name.to_owned();
+        async move { self.0.find_worker(member, &name).await }.boxed()
+    }
+
+    fn restart(&self, part: Restartable) -> BoxFuture<'_, Result<Restarted, RuntimeError>> {
+        self.0.restart(part).boxed()
     }
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {

@@ -51,6 +51,7 @@ use sqlx::PgPool;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use telemetry::Sampling;
@@ -60,8 +61,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
-/// Batches of committed events that may wait for the relay; what does not fit is found by the poll.
-const RELAY_QUEUE: usize = 4096;
+/// Committed events that may wait for the relay; what does not fit is found by the poll.
+const RELAY_QUEUE: usize = 16_384;
 
 /// How long the ordered end may take; a service manager kills what takes longer.
 const END_WITHIN: Duration = Duration::from_secs(25);
@@ -85,7 +86,7 @@ struct Process {
     operations: Arc<Operations>,
     registry: Registry,
     traces: Option<Arc<Traces>>,
-    committed: mpsc::Sender<Vec<OutboxRow>>,
+    committed: mpsc::Sender<OutboxRow>,
     relay: Arc<Relay>,
     audit_seal: Arc<AuditSeal>,
     polls: Polls,
@@ -183,6 +184,8 @@ impl Process {
             pool: pool.clone(),
             polls: polls.clone(),
             connections: connections.clone(),
+            committed: committed.clone(),
+            been_ready: AtomicBool::new(false),
         };
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
         let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;

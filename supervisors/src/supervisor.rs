@@ -4,10 +4,10 @@
 use crate::tree::{Restart, Row};
 use chrono::Utc;
 use domain::Timestamp;
+use edge::runtime::WorkerState;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,31 +19,32 @@ use tracing::Instrument as _;
 pub type Work = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
 
 /// A worker as an operator sees it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug)]
 pub struct WorkerRow {
-    pub name: String,
-    pub under: String,
-    pub what: String,
-    /// `running`, `backing_off`, `parked` or `stopped`.
-    pub state: String,
+    pub row: Row,
+    pub state: WorkerState,
     pub since: Timestamp,
     pub restarts: u64,
     pub last_error: Option<String>,
+    /// It works, or something below it does.
+    pub restartable: bool,
 }
 
 /// The whole tree of this process.
 #[derive(Clone)]
 pub struct Supervisor {
     root: ActorRef<Order>,
-    book: Arc<Mutex<BTreeMap<&'static str, Entry>>>,
+    book: Book,
 }
 
 struct Entry {
     row: Row,
     work: Option<Work>,
     actor: Option<ActorRef<Finished>>,
-    state: &'static str,
+    state: WorkerState,
     since: Timestamp,
+    /// An operator has ended it: that is no failure.
+    told_to: bool,
     recent: VecDeque<Instant>,
     restarts: u64,
     last_error: Option<String>,
@@ -76,43 +77,43 @@ impl Supervisor {
         self.order(row.name);
     }
 
-    /// An operator has looked: starts a worker anew, whatever it was doing. `false` where there is no such worker.
+    /// An operator has looked: starts a worker and what hangs below it anew, whatever it was doing. `false` where there is nothing of
+    /// that name that runs.
     #[must_use]
     pub fn restart(&self, name: &str) -> bool {
         let mut book = lock(&self.book);
-        let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { return false };
-        entry.recent.clear();
-        let name = entry.row.name;
-        match &entry.actor {
-            // Its end is what starts it again.
-            Some(actor) => actor.stop(Some("restarted by an operator".to_owned())),
-            None => {
-                entry.enter("backing_off");
-                drop(book);
-                self.order(name);
+        let mut starting = Vec::new();
+        for name in &below(&book, name) {
+            let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { continue };
+            entry.recent.clear();
+            match &entry.actor {
+                // Its end is what starts it again.
+                Some(actor) => {
+                    entry.told_to = true;
+                    actor.stop(Some("restarted by an operator".to_owned()));
+                }
+                None => entry.enter(WorkerState::BackingOff),
             }
+            starting.push(*name);
         }
-        true
+        drop(book);
+        // Whoever still runs is passed over, and started when it has ended.
+        starting.iter().for_each(|name| self.order(name));
+        !starting.is_empty()
     }
 
     /// Stops everything at or below `name`, children first.
     pub async fn stop(&self, name: &str) {
         let stopping: Vec<_> = {
             let mut book = lock(&self.book);
-            let mut below = vec![book.get(name).map_or("", |entry| entry.row.name)];
-            let mut next = 0;
-            while next < below.len() {
-                let parent = below[next];
-                below.extend(book.values().filter(|entry| entry.row.under == parent).map(|entry| entry.row.name));
-                next += 1;
-            }
+            let names = below(&book, name);
             let stop = |name: &&'static str| {
                 let entry = book.get_mut(name)?;
-                entry.enter("stopped");
+                entry.enter(WorkerState::Stopped);
                 entry.work = None;
                 entry.actor.take()
             };
-            below.iter().rev().filter_map(stop).collect()
+            names.iter().rev().filter_map(stop).collect()
         };
         for actor in stopping {
             if let Err(error) = actor.stop_and_wait(None, Some(Duration::from_secs(5))).await {
@@ -130,7 +131,9 @@ impl Supervisor {
     /// Every row, in the order of its name.
     #[must_use]
     pub fn rows(&self) -> Vec<WorkerRow> {
-        lock(&self.book).values().map(Entry::row).collect()
+        let book = lock(&self.book);
+        let works = |name: &&'static str| book.get(name).is_some_and(|entry| entry.work.is_some());
+        book.values().map(|entry| entry.row(below(&book, entry.row.name).iter().any(works))).collect()
     }
 
     fn order(&self, name: &'static str) {
@@ -146,15 +149,16 @@ impl Entry {
             row,
             work,
             actor: None,
-            state: "running",
+            state: WorkerState::Running,
             since: Utc::now(),
+            told_to: false,
             recent: VecDeque::new(),
             restarts: 0,
             last_error: None,
         }
     }
 
-    fn enter(&mut self, state: &'static str) {
+    fn enter(&mut self, state: WorkerState) {
         self.state = state;
         self.since = Utc::now();
     }
@@ -165,32 +169,42 @@ impl Entry {
         let now = Instant::now();
         self.actor = None;
         self.restarts += 1;
+        if std::mem::take(&mut self.told_to) {
+            self.enter(WorkerState::BackingOff);
+            return Some(Duration::ZERO);
+        }
         self.last_error = Some(error);
         self.recent.retain(|at| now.duration_since(*at) < window);
         self.recent.push_back(now);
         if self.recent.len() >= intensity {
-            self.enter("parked");
+            self.enter(WorkerState::Parked);
             return None;
         }
-        self.enter("backing_off");
+        self.enter(WorkerState::BackingOff);
         let doublings = u32::try_from(self.recent.len() - 1).unwrap_or(0).min(16);
         Some((pause * 2_u32.pow(doublings)).min(longest))
     }
 
-    fn row(&self) -> WorkerRow {
-        WorkerRow {
-            name: self.row.name.to_owned(),
-            under: self.row.under.to_owned(),
-            what: self.row.what.to_owned(),
-            state: self.state.to_owned(),
-            since: self.since,
-            restarts: self.restarts,
-            last_error: self.last_error.clone(),
-        }
+    fn row(&self, restartable: bool) -> WorkerRow {
+        let (row, state, since, restarts, last_error) =
+            (self.row, self.state, self.since, self.restarts, self.last_error.clone());
+        WorkerRow { row, state, since, restarts, last_error, restartable }
     }
 }
 
-type Book = Arc<Mutex<BTreeMap<&'static str, Entry>>>;
+type Entries = BTreeMap<&'static str, Entry>;
+type Book = Arc<Mutex<Entries>>;
+
+/// What is called so and everything below it, from above to below.
+fn below(book: &Entries, name: &str) -> Vec<&'static str> {
+    let mut found: Vec<_> = book.get(name).map(|entry| entry.row.name).into_iter().collect();
+    let mut next = 0;
+    while let Some(parent) = found.get(next).copied() {
+        found.extend(book.values().filter(|entry| entry.row.under == parent).map(|entry| entry.row.name));
+        next += 1;
+    }
+    found
+}
 
 /// The root of the tree.
 struct Root;
@@ -214,7 +228,7 @@ impl Actor for Root {
             let mut book = lock(book);
             let Some(entry) = book.get_mut(name).filter(|entry| entry.actor.is_none()) else { return Ok(()) };
             if entry.work.is_some() {
-                entry.enter("running");
+                entry.enter(WorkerState::Running);
             }
             entry.work.clone()
         };
@@ -260,7 +274,12 @@ impl Actor for Root {
 fn ended(root: &ActorRef<Order>, book: &Book, name: &'static str, error: String) {
     let mut book = lock(book);
     let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { return };
+    let told_to = entry.told_to;
     match entry.ended(error.clone()) {
+        Some(pause) if told_to => {
+            tracing::info!(worker = name, "{name} is started anew, as an operator wants it");
+            root.send_after(pause, move || Order::Start(name));
+        }
         Some(pause) => {
             tracing::warn!(worker = name, error, "{name} ended; it is started again in {pause:?}");
             root.send_after(pause, move || Order::Start(name));
@@ -352,15 +371,15 @@ mod tests {
         Arc::new(|| std::future::pending().boxed())
     }
 
-    async fn until(supervisor: &Supervisor, name: &str, state: &str) -> WorkerRow {
+    async fn until(supervisor: &Supervisor, name: &str, state: WorkerState) -> WorkerRow {
         for _ in 0..2000 {
-            let found = supervisor.rows().into_iter().find(|row| row.name == name).unwrap();
+            let found = supervisor.rows().into_iter().find(|row| row.row.name == name).unwrap();
             if found.state == state {
                 return found;
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        panic!("{name} is not {state}: {:?}", supervisor.rows());
+        panic!("{name} is not {state:?}: {:?}", supervisor.rows());
     }
 
     #[tokio::test]
@@ -369,17 +388,17 @@ mod tests {
         let runs = Arc::default();
         supervisor.add(row("sound", "root"), endless());
         supervisor.add(row("broken", "root"), counting(&runs, || anyhow::bail!("out of paper")));
-        let parked = until(&supervisor, "broken", "parked").await;
+        let parked = until(&supervisor, "broken", WorkerState::Parked).await;
         assert_eq!(parked.last_error.as_deref(), Some("out of paper"));
         assert_eq!(runs.load(Ordering::SeqCst), 3);
-        until(&supervisor, "sound", "running").await;
+        until(&supervisor, "sound", WorkerState::Running).await;
     }
 
     #[tokio::test]
     async fn a_panic_is_a_failure_like_any_other() {
         let supervisor = Supervisor::start().await.unwrap();
         supervisor.add(row("frail", "root"), counting(&Arc::default(), || panic!("cannot go on")));
-        let parked = until(&supervisor, "frail", "parked").await;
+        let parked = until(&supervisor, "frail", WorkerState::Parked).await;
         assert!(parked.last_error.unwrap().contains("cannot go on"));
     }
 
@@ -388,11 +407,54 @@ mod tests {
         let supervisor = Supervisor::start().await.unwrap();
         let runs = Arc::default();
         supervisor.add(row("broken", "root"), counting(&runs, || anyhow::bail!("still")));
-        until(&supervisor, "broken", "parked").await;
+        until(&supervisor, "broken", WorkerState::Parked).await;
         assert!(supervisor.restart("broken"));
-        until(&supervisor, "broken", "parked").await;
+        until(&supervisor, "broken", WorkerState::Parked).await;
         assert!(runs.load(Ordering::SeqCst) > 3);
         assert!(!supervisor.restart("nobody"));
+    }
+
+    #[tokio::test]
+    async fn an_operator_starts_a_running_worker_anew_however_often_and_a_group_with_all_that_hangs_below_it() {
+        let supervisor = Supervisor::start().await.unwrap();
+        let runs: [Arc<AtomicUsize>; 2] = Default::default();
+        supervisor.group(row("group", "root"));
+        for (name, runs) in ["one", "other"].into_iter().zip(&runs) {
+            let runs = Arc::clone(runs);
+            supervisor.add(
+                row(name, "group"),
+                Arc::new(move || {
+                    runs.fetch_add(1, Ordering::SeqCst);
+                    std::future::pending().boxed()
+                }),
+            );
+        }
+        let ran = async |which: usize, times: usize| {
+            for _ in 0..2000 {
+                if runs[which].load(Ordering::SeqCst) == times {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            panic!("{which} ran {} times", runs[which].load(Ordering::SeqCst));
+        };
+        ran(0, 1).await;
+        // More often than it may fail.
+        for restarts in 1..=2 * PATIENT.intensity {
+            until(&supervisor, "one", WorkerState::Running).await;
+            assert!(supervisor.restart("one"));
+            ran(0, 1 + restarts).await;
+        }
+        ran(1, 1).await;
+        until(&supervisor, "one", WorkerState::Running).await;
+        assert!(supervisor.restart("group"));
+        ran(0, 2 + 2 * PATIENT.intensity).await;
+        ran(1, 2).await;
+        let rows = supervisor.rows();
+        assert!(rows.iter().all(|row| row.restartable && row.last_error.is_none()), "{rows:?}");
+        supervisor.stop("group").await;
+        assert!(!supervisor.restart("group"), "what was stopped in the end stays stopped");
+        assert!(supervisor.rows().iter().all(|row| !row.restartable));
     }
 
     #[tokio::test]
@@ -419,12 +481,12 @@ mod tests {
                 .boxed()
             }),
         );
-        until(&supervisor, "child", "running").await;
+        until(&supervisor, "child", WorkerState::Running).await;
         while held.load(Ordering::SeqCst) == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         supervisor.stop("group").await;
-        until(&supervisor, "child", "stopped").await;
+        until(&supervisor, "child", WorkerState::Stopped).await;
         assert_eq!(held.load(Ordering::SeqCst), 0);
     }
 }

@@ -1,34 +1,16 @@
 //! `gpuaas tree`: the supervision tree of the whole cluster, in a terminal.
 
-use anyhow::{Context, bail};
+use crate::operator::OperatorArgs;
 use comfy_table::{Table, presets};
-use edge::runtime::{EntityNode, MemberNode, Tree};
-use secrecy::{ExposeSecret, SecretString};
+use edge::runtime::{EntityNode, MemberNode, QueueNode, ShardState, Tree};
 use std::io::Write;
-use std::path::PathBuf;
 
 /// Whom to ask, as whom, and for what.
 #[derive(Debug, clap::Args)]
 pub struct TreeArgs {
-    /// A replica, or the balancer in front of them.
-    #[arg(long, env = "SVC_BASE_URL")]
-    base_url: String,
-    /// What the server's certificate is verified by.
-    #[arg(long, env = "SVC_CA_BUNDLE_PATH")]
-    ca_bundle: Option<PathBuf>,
-    #[arg(long, env = "SVC_AUTH_URL")]
-    auth_url: String,
-    #[arg(long, env = "SVC_REALM")]
-    realm: String,
-    #[arg(long, env = "SVC_CLIENT_ID")]
-    client_id: String,
-    #[arg(long, env = "SVC_CLIENT_SECRET", hide_env_values = true)]
-    client_secret: SecretString,
-    #[arg(long, env = "SVC_ADMIN_USERNAME")]
-    username: String,
-    #[arg(long, env = "SVC_ADMIN_PASSWORD", hide_env_values = true)]
-    password: SecretString,
-    /// Entities of this kind: node, allocation, sku, tenant.
+    #[command(flatten)]
+    operator: OperatorArgs,
+    /// Entities of this kind: node, allocation, sku and so on.
     #[arg(long)]
     kind: Option<String>,
     /// Entities in this state.
@@ -40,6 +22,9 @@ pub struct TreeArgs {
     /// Entities that failed too often.
     #[arg(long)]
     parked: bool,
+    /// With every member's shards one by one.
+    #[arg(long)]
+    shards: bool,
 }
 
 /// Prints the tree.
@@ -47,56 +32,16 @@ pub struct TreeArgs {
 /// # Errors
 /// Where nobody answers, or the answer is a refusal: it is quoted.
 pub async fn run(args: TreeArgs) -> anyhow::Result<()> {
-    let client = client(&args).await?;
-    let token = token(&client, &args).await?;
-    let tree = ask(&client, &args, &token).await?;
-    let mut out = std::io::stdout().lock();
-    print(&mut out, &tree)?;
-    Ok(())
-}
-
-async fn client(args: &TreeArgs) -> anyhow::Result<reqwest::Client> {
-    let mut client = reqwest::Client::builder();
-    if let Some(path) = &args.ca_bundle {
-        let pem = tokio::fs::read(path).await.with_context(|| format!("cannot read {}", path.display()))?;
-        client = client.tls_certs_only(reqwest::Certificate::from_pem_bundle(&pem)?);
-    }
-    Ok(client.build()?)
-}
-
-async fn token(client: &reqwest::Client, args: &TreeArgs) -> anyhow::Result<SecretString> {
-    #[derive(serde::Deserialize)]
-    struct Granted {
-        access_token: SecretString,
-    }
-    let form = [
-        ("grant_type", "password"),
-        ("client_id", &args.client_id),
-        ("client_secret", args.client_secret.expose_secret()),
-        ("username", &args.username),
-        ("password", args.password.expose_secret()),
-    ];
-    let url = format!("{}/realms/{}/protocol/openid-connect/token", args.auth_url, args.realm);
-    let answer = client.post(url).form(&form).send().await.context("the identity provider cannot be reached")?;
-    if !answer.status().is_success() {
-        bail!("the identity provider refused: {}", answer.text().await?);
-    }
-    Ok(answer.json::<Granted>().await?.access_token)
-}
-
-async fn ask(client: &reqwest::Client, args: &TreeArgs, token: &SecretString) -> anyhow::Result<Tree> {
     let mut query: Vec<(&str, &str)> = Vec::new();
     query.extend(args.kind.as_deref().map(|kind| ("kind", kind)));
     query.extend(args.state.as_deref().map(|state| ("state", state)));
     query.extend(args.overdue.then_some(("overdue", "true")));
     query.extend(args.parked.then_some(("parked", "true")));
-    let url = format!("{}/api/v1/admin/runtime/tree", args.base_url);
-    let request = client.get(url).query(&query).bearer_auth(token.expose_secret());
-    let answer = request.send().await.context("the control plane cannot be reached")?;
-    if !answer.status().is_success() {
-        bail!("the control plane refused: {}", answer.text().await?);
-    }
-    Ok(answer.json().await?)
+    query.extend(args.shards.then_some(("shards", "true")));
+    let tree = args.operator.log_in().await?.get("/api/v1/admin/runtime/tree", &query).await?;
+    let mut out = std::io::stdout().lock();
+    print(&mut out, &tree)?;
+    Ok(())
 }
 
 fn print(out: &mut impl Write, tree: &Tree) -> std::io::Result<()> {
@@ -132,9 +77,31 @@ fn print_below(out: &mut impl Write, member: &MemberNode, parent: &str, depth: u
         let indent = "  ".repeat(depth);
         let trouble =
             worker.last_error.as_deref().map(|error| format!("  {} restarts, last: {error}", worker.restarts));
-        let (name, state, what) = (&worker.name, &worker.state, &worker.what);
-        writeln!(out, "{indent}{name:<20} {state:<12} {what}{}", trouble.unwrap_or_default())?;
+        let (name, state, what) = (&worker.name, worker.state.name(), &worker.what);
+        let waits = worker.queue.map(waits).unwrap_or_default();
+        writeln!(out, "{indent}{name:<20} {state:<12} {what}{waits}{}", trouble.unwrap_or_default())?;
         print_below(out, member, name, depth + 1)?;
+        if name == "entities" {
+            print_shards(out, member, depth + 1)?;
+        }
+    }
+    Ok(())
+}
+
+fn waits(QueueNode { waiting, under_way, bound }: QueueNode) -> String {
+    let bound = bound.map(|bound| format!(" of {bound}")).unwrap_or_default();
+    format!("  {waiting}{bound} wait, {under_way} under way")
+}
+
+fn print_shards(out: &mut impl Write, member: &MemberNode, depth: usize) -> std::io::Result<()> {
+    for shard in &member.owned_shards {
+        let state = match shard.state {
+            ShardState::Open => "open",
+            ShardState::Closing => "closing",
+        };
+        let (indent, name) = ("  ".repeat(depth), format!("shard {}", shard.shard));
+        let (epoch, awake, waiting) = (shard.epoch, shard.awake, shard.mailbox_depth);
+        writeln!(out, "{indent}{name:<20} {state:<12} epoch {epoch}, {awake} awake, {waiting} commands waiting")?;
     }
     Ok(())
 }
@@ -150,7 +117,7 @@ fn entities(rows: &[EntityNode]) -> Table {
             row.kind.clone(),
             row.id.to_string(),
             format!("{} /{}", row.member_name.as_deref().unwrap_or("nobody"), row.shard),
-            row.status.clone(),
+            row.status.name().to_owned(),
             row.state.clone().unwrap_or_default(),
             row.last_error.clone().or_else(|| row.waits_for.clone()).unwrap_or_default(),
             format!("{until}{late}"),

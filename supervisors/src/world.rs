@@ -69,7 +69,15 @@ pub struct Durable {
 
 impl Store for Durable {
     fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
-        async move { self.reads.snapshot(entity).await.map_err(unreadable) }.boxed()
+        async move {
+            if !self.committer.certain(entity.id, shard_of(entity.id)).await {
+                return Err(StoreError {
+                    reason: "the fate of a transition that was sent is not known yet".to_owned(),
+                });
+            }
+            self.reads.snapshot(entity).await.map_err(unreadable)
+        }
+        .boxed()
     }
 
     fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {

@@ -2,6 +2,8 @@
 
 use nix::sys::signal::Signal;
 use serde_json::json;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tests::world::{OnboardedNode, PATIENCE, REGION, Rented, World, id_of};
 
@@ -183,6 +185,46 @@ async fn postgres_may_die_in_the_middle_and_come_back() {
     allocation.release().await;
     allocation.expect_state("released").await;
     node.expect_all_free().await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn however_often_postgres_goes_away_under_load_nobody_is_parked_for_it() {
+    let mut world = World::plan().replicas(2).start().await;
+    let node = world.node_with("h100", &["--simulate-provision-delay-ms", "500"]).await;
+    let key = json!({ "name": "stormy", "public_key": tests::world::ssh_public_key("stormy") });
+    let key = id_of(&world.user.post("/api/v1/ssh-keys", &key).await.created());
+    let calm = Arc::new(AtomicBool::new(false));
+    let storm: Vec<_> = (0..8)
+        .map(|n| {
+            let (user, admin, calm) = (world.user.clone(), world.admin.clone(), Arc::clone(&calm));
+            let (default, node) = (format!("/api/v1/ssh-keys/{key}/default"), node.path());
+            tokio::spawn(async move {
+                // Whatever is answered: what is asked for stands in the way of nobody.
+                while !calm.load(Ordering::Relaxed) {
+                    let port = json!({ "port": 22 + n });
+                    let _ = user.try_send(user.request(reqwest::Method::POST, &default)).await;
+                    let _ = admin.try_send(admin.request(reqwest::Method::PATCH, &node).json(&port)).await;
+                }
+            })
+        })
+        .collect();
+    for _ in 0..3 {
+        let allocation = world.rent("h100", 2).await;
+        world.postgres.kill9();
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        world.postgres.start_again().await.unwrap();
+        allocation.expect_state("active").await;
+        world.postgres.kill9();
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        world.postgres.start_again().await.unwrap();
+        allocation.release().await;
+        allocation.expect_state("released").await;
+    }
+    calm.store(true, Ordering::Relaxed);
+    futures::future::join_all(storm).await;
+    node.expect_all_free().await;
+    // Nothing is parked, and nobody was woken: the end of the world looks.
     world.end().await;
 }
 

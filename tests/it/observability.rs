@@ -258,6 +258,26 @@ async fn a_broken_invariant_is_counted_and_wakes_someone() {
     sqlx::query("DELETE FROM deadline WHERE entity = $1").bind(waiting.id).execute(&world.pool).await.unwrap();
     eventually(&world, 0, violations("I8")).await;
 
+    // Somebody did what no audit row tells of.
+    let unseen = "UPDATE history SET actor = 'user:nobody' WHERE entity = $1 AND command = 'reserved'";
+    sqlx::query(unseen).bind(allocation.id).execute(&world.pool).await.unwrap();
+    eventually(&world, 0, violations("I7")).await;
+
+    // A deleted account is given a key again.
+    let accounts = "/api/v1/service-accounts";
+    let account = world.user.post(accounts, &json!({ "name": "gone" })).await.created();
+    let keys = format!("{accounts}/{}/keys", id_of(&account));
+    world.user.once(Method::POST, &keys, None).await.created();
+    let (with_key,): (Value,) = sqlx::query_as("SELECT body FROM entity WHERE id = $1")
+        .bind(id_of(&account))
+        .fetch_one(&world.pool)
+        .await
+        .unwrap();
+    world.user.delete(&format!("{accounts}/{}", id_of(&account))).await;
+    let revived = "UPDATE entity SET body = jsonb_set(body, '{keys}', $2->'keys') WHERE id = $1";
+    sqlx::query(revived).bind(id_of(&account)).bind(&with_key).execute(&world.pool).await.unwrap();
+    eventually(&world, 0, violations("I6")).await;
+
     allocation.release().await;
     allocation.expect_state("released").await;
     world.expects_error("invariant_violated");

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tests::world::World;
 
 /// What the service has, by path below `/api/v1`.
-const ROUTES: [(&str, &[&str]); 31] = [
+const ROUTES: [(&str, &[&str]); 32] = [
     ("/healthz", &["get"]),
     ("/readyz", &["get"]),
     ("/skus", &["get"]),
@@ -37,6 +37,7 @@ const ROUTES: [(&str, &[&str]); 31] = [
     ("/admin/runtime/cluster", &["get"]),
     ("/admin/runtime/entities/{kind}/{id}", &["get"]),
     ("/admin/runtime/entities/{kind}/{id}/restart", &["post"]),
+    ("/admin/runtime/members/{member}/workers/{worker}/restart", &["post"]),
 ];
 
 #[tokio::test(flavor = "multi_thread")]

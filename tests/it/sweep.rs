@@ -118,13 +118,20 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
     let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
     let account_key = world.user.once(Method::POST, &account_key, None).await.created();
+    let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
     let id = |id: Uuid| ("{id}", id.to_string());
     vec![
         one("/api/v1/admin/skus/{id}", sku),
-        one("/api/v1/admin/nodes/{id}", node.id),
+        // No agent has enrolled, so that the node has no task.
+        both("/api/v1/admin/nodes/{id}", id(node.id), ("{task_id}", Uuid::nil().to_string())),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
+        both(
+            "/api/v1/admin/runtime/members/{member}/workers/{worker}",
+            ("{member}", member["members"][0]["id"].as_str().unwrap().to_owned()),
+            ("{worker}", "rest".to_owned()),
+        ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),

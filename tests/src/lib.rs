@@ -1,4 +1,7 @@
 //! What the tests and benchmarks of the whole service share.
 
 pub mod bench;
+#[path = "../../agent/tests/machine/mod.rs"]
+#[allow(clippy::unwrap_used)]
+pub mod overlay;
 pub mod world;

@@ -26,7 +26,9 @@ pub mod hand;
 pub mod ingress;
 pub mod line;
 mod logs;
+pub mod machine;
 mod plan;
+pub mod recovering;
 mod store;
 mod stored;
 pub mod tenants;
@@ -208,7 +210,13 @@ impl World {
 
     /// An agent with simulated GPUs on a bundle that came another way.
     pub fn start_agent(&mut self, name: &str, bundle: &BootstrapBundle) {
-        let settings = self.agent_settings.clone();
+        self.start_agent_on(name, bundle, |_| {});
+    }
+
+    /// The same, on another machine than the usual.
+    pub fn start_agent_on(&mut self, name: &str, bundle: &BootstrapBundle, change: impl FnOnce(&mut AgentSettings)) {
+        let mut settings = self.agent_settings.clone();
+        change(&mut settings);
         let process = AgentProcess::start(name, &settings, bundle).expect("the agent starts");
         self.agents.insert(bundle.node_id, AgentLife { process: Some(process), settings, bundle: bundle.clone() });
     }
@@ -266,13 +274,47 @@ impl World {
 
     /// Starts the node's agent anew with other flags, as after a repair of the machine.
     pub async fn mend_agent(&mut self, node: &OnboardedNode, flags: &[&str]) {
+        let flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.change_agent(node, |settings| settings.flags = flags).await;
+    }
+
+    /// Starts the node's agent anew on a machine that was changed.
+    pub async fn change_agent(&mut self, node: &OnboardedNode, change: impl FnOnce(&mut AgentSettings)) {
         let life = self.agents.get_mut(&node.id).expect("the node has an agent");
         if let Some(mut process) = life.process.take() {
             process.stop().await;
         }
-        life.settings.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        change(&mut life.settings);
         let process = AgentProcess::start(&node.name, &life.settings, &life.bundle).expect("the agent starts");
         life.process = Some(process);
+    }
+
+    /// A fresh token for a node that had one, in its recovery bundle, and the command that is to be run with it.
+    pub async fn reissue(&mut self, node: &OnboardedNode, body: &Value) -> (BootstrapBundle, String) {
+        let path = format!("{}/reissue-enrollment", node.path());
+        let issued = self.admin.post(&path, body).await.ok();
+        let bundle = &issued["recovery_bundle"];
+        let command = bundle["restart_command"].as_str().expect("a recovery bundle has its command").to_owned();
+        let bundle: BootstrapBundle = serde_json::from_value(bundle.clone()).expect("it is a bundle");
+        self.keep_secret("a reissued enrollment token", bundle.enrollment_token.expose());
+        (bundle, command)
+    }
+
+    /// Puts another bundle on the node's machine and starts its agent with it, on the state that it has.
+    pub async fn install(&mut self, node: &OnboardedNode, bundle: &BootstrapBundle) {
+        self.agents.get_mut(&node.id).expect("the node has an agent").bundle = bundle.clone();
+        self.change_agent(node, |_| {}).await;
+    }
+
+    /// The node's agent has ended for good, and not in order.
+    pub fn forget_agent(&mut self, node: &OnboardedNode) {
+        self.agents.remove(&node.id);
+    }
+
+    /// How the node's agent ended; `None` while it runs.
+    pub fn agent_ended(&mut self, node: &OnboardedNode) -> Option<i32> {
+        let life = self.agents.get_mut(&node.id).expect("the node has an agent");
+        life.process.as_mut().expect("the node had an agent").exit_status()?.code()
     }
 
     pub fn kill9_replica(&mut self, index: usize) {
@@ -325,6 +367,8 @@ impl World {
     /// This test changes the audit log: that is not to be complained of at the end.
     pub fn expects_a_changed_audit_log(&mut self) {
         self.declared.audit = true;
+        // The control plane notices, too.
+        self.expects_error("\"invariant\":\"I7\"");
     }
 
     /// This entity may be parked at the end.

@@ -85,6 +85,9 @@ pub struct Placed {
     pub port: u16,
     pub user_name: String,
     pub region_code: String,
+    /// The host key to expect, in OpenSSH's `SHA256:` form; `None` where the node's agent did not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_fingerprint: Option<String>,
 }
 
 /// The six states, each with what is known only there.

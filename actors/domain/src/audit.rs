@@ -57,6 +57,10 @@ actions! {
     NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
     NodesReactivate "nodes.reactivate": "a retired node was taken into service again";
     NodesRemove "nodes.remove": "a retired node was removed for good";
+    NodesRestart "nodes.restart": "the machine was started anew: its agent speaks from another boot; its allocations are kept";
+    NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
+    NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
+    NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
 
     AllocationsRequest "allocations.request": "a user asked for GPUs";
     AllocationsFail "allocations.fail": "a request was refused or its provisioning failed, with the code";
@@ -85,7 +89,7 @@ actions! {
     ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
     ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
     ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
-    RuntimeRestart "runtime.restart": "an operator had a parked entity started anew";
+    RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 
 /// One row of the audit log. Who, when and under which correlation id is the shell's to add.

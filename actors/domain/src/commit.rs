@@ -41,6 +41,9 @@ pub struct Commit {
     pub rests_on: Vec<Footing>,
 }
 
+/// How the history begins to say why, where a transition keeps that a command was refused, and nothing of the command.
+pub const REFUSED: &str = "refused: ";
+
 /// Another entity at the version at which it was read. A transition that rests on it is written only while it is still at that
 /// version; otherwise it is a [`Outcome::Conflict`], and nothing was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

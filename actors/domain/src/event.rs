@@ -235,6 +235,7 @@ mod tests {
             port: 22,
             user_name: text(),
             region_code: text(),
+            host_fingerprint: None,
         };
         vec![
             Event::AllocationRequested { allocation_id },

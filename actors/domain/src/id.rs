@@ -113,6 +113,8 @@ kinds! {
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.
     Policy = "policy": crate::policy::ScopeValues,
+    /// What operators had done to a part of the running cluster.
+    Runtime = "runtime": crate::runtime::Operated,
 }
 
 /// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].

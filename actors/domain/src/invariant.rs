@@ -2,9 +2,10 @@
 //! step; in production each is a counter that must stay 0.
 
 use crate::allocation::{Allocation, Phase};
-use crate::id::{AllocationId, NodeId};
+use crate::id::{AllocationId, Kind, NodeId};
 use crate::machine::{Machine, Timestamp};
 use crate::node::{HoldPhase, Life, Node};
+use crate::service_account::ServiceAccount;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// I1: an acknowledged transition is never lost, an unacknowledged one applied at most once. Given what was acknowledged and
@@ -77,6 +78,48 @@ pub fn i5_a_task_takes_effect_once<T: Ord>(effects: &BTreeMap<(T, u32), u32>) ->
     effects.values().all(|count| *count <= 1)
 }
 
+/// A transition, as the history has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    pub version: i64,
+    pub command: String,
+    /// As the audit log names an actor.
+    pub actor: String,
+    pub to_state: String,
+    /// It keeps that the command was refused.
+    pub refused: bool,
+    /// Whether the commit wrote an audit row; `None` where that was not looked for.
+    pub audited: Option<bool>,
+}
+
+/// I6: a node that is being removed, or is gone, has nothing left and gets nothing. Given its last transitions, in their order.
+#[must_use]
+pub fn i6_a_removed_node_gets_nothing(node: &Node, recorded: &[Recorded]) -> bool {
+    if !node.life.is_gone() {
+        return true;
+    }
+    let gone = ["removing", "removed"];
+    let itself = format!("node:{}", node.id);
+    let since = recorded.iter().skip_while(|step| !gone.contains(&step.to_state.as_str()));
+    let got_something = since.filter(|step| !step.refused).any(|step| step.actor == itself);
+    node.identity.token.is_none() && node.identity.certificates.is_empty() && node.holds.is_empty() && !got_something
+}
+
+/// I6: a deleted service account has no key that would be known again.
+#[must_use]
+pub fn i6_a_deleted_account_has_no_keys(account: &ServiceAccount) -> bool {
+    account.state() != "deleted" || account.keys.is_empty()
+}
+
+/// I7: what people do, or programs in their name, is audited in the transaction that does it.
+#[must_use]
+pub fn i7_what_people_do_is_audited(kind: Kind, step: &Recorded) -> bool {
+    let by_people = ["user:", "service-account:"].iter().any(|prefix| step.actor.starts_with(prefix));
+    // It sets a place aside for an account that is made, and audited, in the next commit.
+    let prepares = kind == Kind::Tenant && step.command == "expect_account";
+    !by_people || prepares || step.audited != Some(false)
+}
+
 /// I8: a transient state has a deadline with a reason that an operator can read.
 #[must_use]
 pub fn i8_what_is_transient_has_an_end<M: Machine>(entity: &M, transient: bool) -> bool {
@@ -121,6 +164,26 @@ mod tests {
         assert!(i1_nothing_acknowledged_is_lost(&[1, 3], 4), "what was not acknowledged may be there");
         assert!(!i1_nothing_acknowledged_is_lost(&[1, 2, 3], 2));
         assert!(!i1_nothing_acknowledged_is_lost(&[1, 2, 2], 3));
+    }
+
+    #[test]
+    fn i7_finds_what_somebody_did_unseen() {
+        let step = |actor: &str, audited| Recorded {
+            version: 1,
+            command: "retire".to_owned(),
+            actor: actor.to_owned(),
+            to_state: "retired".to_owned(),
+            refused: false,
+            audited,
+        };
+        let holds = |step: &Recorded| i7_what_people_do_is_audited(Kind::Node, step);
+        assert!(holds(&step("user:ann", Some(true))));
+        assert!(holds(&step("user:ann", None)), "what is too old to be looked for is not judged");
+        assert!(holds(&step("system:timers", Some(false))));
+        assert!(!holds(&step("user:ann", Some(false))));
+        assert!(!holds(&step("service-account:7", Some(false))));
+        let place = Recorded { command: "expect_account".to_owned(), ..step("user:ann", Some(false)) };
+        assert!(i7_what_people_do_is_audited(Kind::Tenant, &place) && !holds(&place));
     }
 
     #[test]

@@ -26,8 +26,10 @@ pub mod placement;
 pub mod policy;
 pub mod rate_limit;
 pub mod redact;
+pub mod runtime;
 pub mod service_account;
 pub mod sku;
+pub mod task_type;
 pub mod tenant;
 
 pub use authz::{Action, Permit, Principal};
@@ -38,3 +40,4 @@ pub use id::{
     ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
+pub use task_type::TaskType;

@@ -17,6 +17,7 @@ mod contact;
 mod life;
 mod onboarding;
 mod recovery;
+mod tasks;
 mod tenancy;
 #[cfg(test)]
 mod tests;
@@ -27,14 +28,19 @@ use crate::authz::Action;
 use crate::event::{Device, Event};
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TokenId};
 use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
 pub use onboarding::{Certificate, Enrollment, Identity, Token};
 pub use recovery::{Nonce, Recovery, Reissue};
-pub use tenancy::{Hold, HoldPhase, Order, Verdict, What, Work, user_name};
+pub use tasks::{NodeTask, TaskPhase};
+pub use tenancy::{Hold, HoldPhase, Order, Place, Verdict, What, Work, user_name};
+
+/// Why an enrolled node is not active: it is not the machine that its SKU promises.
+const INVENTORY_MISMATCH: &str = "inventory_mismatch";
 
 /// A node and everything that its decisions need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +61,9 @@ pub struct Node {
     pub holds: BTreeMap<AllocationId, Hold>,
     /// The allocations whose failed release keeps the node from getting tasks.
     pub fenced_by: BTreeSet<AllocationId>,
+    /// What an administrator ordered of the node itself, and what came of it.
+    #[serde(default)]
+    pub tasks: BTreeMap<TaskId, NodeTask>,
     #[serde(default)]
     pub refusals: Refusals,
 }
@@ -199,6 +208,14 @@ pub enum Command {
     ReleaseQuarantine {
         reason: String,
     },
+    OrderTask {
+        task_type: TaskType,
+        reason: String,
+    },
+    ResumeTask {
+        task_id: TaskId,
+        reason: String,
+    },
 
     // The agent says.
     Enroll(Box<Enrollment>),
@@ -222,6 +239,9 @@ pub enum Command {
         task_id: TaskId,
         attempt: u32,
         verdict: Verdict,
+        /// What a task of the node itself found, for who ordered it.
+        #[serde(default)]
+        output: Option<Value>,
     },
 
     // The saga tells.
@@ -268,6 +288,8 @@ impl machine::Command for Command {
             Self::Remove { .. } => "remove",
             Self::Quarantine { .. } => "quarantine",
             Self::ReleaseQuarantine { .. } => "release_quarantine",
+            Self::OrderTask { .. } => "order_task",
+            Self::ResumeTask { .. } => "resume_task",
             Self::Enroll(_) => "enroll",
             Self::Recover(_) => "recover",
             Self::Renew { .. } => "renew",
@@ -295,7 +317,9 @@ impl machine::Command for Command {
             | Self::Reactivate { .. }
             | Self::Remove { .. }
             | Self::Quarantine { .. }
-            | Self::ReleaseQuarantine { .. } => Action::ManageNodes,
+            | Self::ReleaseQuarantine { .. }
+            | Self::OrderTask { .. }
+            | Self::ResumeTask { .. } => Action::ManageNodes,
             Self::Enroll(_)
             | Self::Recover(_)
             | Self::Renew { .. }
@@ -320,6 +344,11 @@ impl machine::Command for Command {
 pub enum Reply {
     /// To an administrator: the node as it stands after the command.
     Node {
+        node: Box<Node>,
+    },
+    /// To an administrator: the node's task, and the node as it stands.
+    Task {
+        task_id: TaskId,
         node: Box<Node>,
     },
     TokenIssued {
@@ -385,6 +414,12 @@ pub enum Rejection {
     // Work.
     #[error("the node has no such task")]
     TaskUnknown,
+    #[error("{task_type} is not ordered by administrators")]
+    NotOrdered { task_type: TaskType },
+    #[error("the agent has not reported on {limit} tasks")]
+    TooManyTasks { limit: usize },
+    #[error("the task does not wait for an operator: {why}")]
+    TaskDoesNotWait { why: String },
     #[error("the result is of attempt {given}; the task is at attempt {current}")]
     StaleAttempt { given: u32, current: u32 },
 
@@ -453,9 +488,12 @@ impl Machine for Node {
     }
 
     fn deadline(&self) -> Option<Deadline> {
-        match &self.life {
+        let of_its_life = match &self.life {
             Life::BootstrapIssued { until } => {
                 Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
+            }
+            Life::Enrolling { until } if self.reason.code == INVENTORY_MISMATCH => {
+                Some(Deadline::new(*until, self.reason.message.clone()))
             }
             Life::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
             Life::Draining { until } => {
@@ -469,7 +507,8 @@ impl Machine for Node {
             | Life::Quarantined { .. }
             | Life::Retired
             | Life::Removed => None,
-        }
+        };
+        of_its_life.into_iter().chain(self.task_deadline()).min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
@@ -484,7 +523,7 @@ impl Machine for Node {
             | Life::Retired
             | Life::Removed => None,
         };
-        of_its_life.into_iter().chain(self.asks_again_at()).min()
+        of_its_life.into_iter().chain(self.asks_again_at()).chain(self.task_is_due_at()).min()
     }
 
     fn keys(&self) -> Keys {
@@ -512,6 +551,8 @@ impl Node {
             Command::Remove { reason } => self.remove(&reason, ctx),
             Command::Quarantine { reason } => self.quarantine(&reason, ctx),
             Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
+            Command::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
+            Command::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
             Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
             Command::Recover(recovery) => self.recover(*recovery, ctx),
             Command::Renew { serial, issued } => self.renew(&serial, issued, ctx),
@@ -519,8 +560,8 @@ impl Node {
             Command::Heartbeat { serial, seen, inventory, health } => {
                 self.heartbeat(&serial, *seen, *inventory, *health, ctx)
             }
-            Command::Report { serial, task_id, attempt, verdict } => {
-                self.report(&serial, task_id, attempt, verdict, ctx)
+            Command::Report { serial, task_id, attempt, verdict, output } => {
+                self.report(&serial, (task_id, attempt), verdict, output, ctx)
             }
             Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys, ctx),
             Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
@@ -533,7 +574,7 @@ impl Node {
             }
             Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
             Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Command::Tick => Ok(self.ask_again(self.tick(ctx), ctx)),
+            Command::Tick => Ok(self.stale_tasks(self.ask_again(self.tick(ctx), ctx), ctx)),
         }
     }
 

@@ -131,6 +131,7 @@ policy_keys! {
     NodeMaxRecoveries = "node.max_recoveries": int(5, 0, 1000), "Recoveries of one identity.";
     NodeOfflineAfter = "node.offline_after_seconds": int(90, 10, 3600), "Silence after which a node counts as offline.";
     NodeCertificateTtl = "node.certificate_ttl_seconds": int(86_400, 30, 2_592_000), "Life of a node certificate.";
+    NodeTaskTimeout = "node.task_timeout_seconds": int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
     NodeDrainOverdue = "node.drain_overdue_seconds": int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
     SkuApprovalTtl = "sku.approval_ttl_seconds": int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }

@@ -2,11 +2,12 @@
 
 use super::*;
 use crate::ask::{Answered, CommandKey};
+use crate::host::EntityStatus::{Awake, BackingOff, Parked};
 use crate::testing::{
     Clockwork, Count, Counter, Fault, Ledger, Performed, Refusal, asked, key, panics_are_short, term,
 };
-use domain::commit::Snapshot;
-use domain::{Effect, NodeId};
+use domain::commit::{Epoch, Snapshot};
+use domain::{Effect, Kind, NodeId};
 use std::collections::BTreeSet;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
@@ -56,8 +57,9 @@ impl Bench {
         self.host.entity(counter(id)).unwrap()
     }
 
-    fn status(&self, id: Uuid) -> String {
-        self.host.entity(counter(id)).map_or_else(|| "asleep".to_owned(), |row| row.status)
+    /// `None`: it sleeps.
+    fn status(&self, id: Uuid) -> Option<EntityStatus> {
+        self.host.entity(counter(id)).map(|row| row.status)
     }
 
     fn loaded(&self) -> usize {
@@ -98,19 +100,19 @@ fn neighbours() -> (Uuid, Uuid) {
 #[tokio::test(start_paused = true)]
 async fn an_entity_is_woken_by_the_first_command_sleeps_and_is_woken_again() {
     let bench = Bench::ready().await;
-    assert_eq!(bench.status(COUNTER), "asleep");
+    assert_eq!(bench.status(COUNTER), None);
     assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, Ok(first(1)));
     assert_eq!(bench.effects.0.lock().unwrap().as_slice(), [Effect::WakeNode(NodeId(Uuid::from_u128(1)))]);
     let row = bench.row(COUNTER);
-    assert_eq!((row.status.as_str(), row.state.as_deref(), row.version), ("awake", Some("counting"), 1));
+    assert_eq!((row.status, row.state.as_deref(), row.version), (Awake, Some("counting"), 1));
 
     sleep(59 * SECOND).await;
     bench.host.rest();
     sleep(SECOND / 2).await;
-    assert_eq!(bench.status(COUNTER), "awake", "it was needed less than sleep_after ago");
+    assert_eq!(bench.status(COUNTER), Some(Awake), "it was needed less than sleep_after ago");
     sleep(SECOND).await;
     bench.host.rest();
-    eventually(|| bench.status(COUNTER) == "asleep").await;
+    eventually(|| bench.status(COUNTER).is_none()).await;
 
     assert_eq!(bench.ask(COUNTER, Count::Read).await.unwrap().reply, 1);
     assert_eq!(bench.loaded(), 2);
@@ -149,7 +151,7 @@ async fn an_entity_with_work_in_its_hands_does_not_sleep() {
     sleep(61 * SECOND).await;
     bench.host.rest();
     sleep(SECOND).await;
-    assert_eq!(bench.status(COUNTER), "awake");
+    assert_eq!(bench.status(COUNTER), Some(Awake));
     drop(held);
     assert_eq!(asking.await.unwrap(), Ok(first(1)));
 }
@@ -202,7 +204,7 @@ async fn what_waits_in_a_shard_is_bounded_and_who_is_turned_away_wakes_nobody() 
     let asking = bench.asking(one, Count::Add(1), |asked| asked);
     sleep(SECOND).await;
     assert_eq!(bench.ask(other, Count::Add(1)).await, Err(AskError::Overloaded));
-    assert_eq!(bench.status(other), "asleep");
+    assert_eq!(bench.status(other), None);
     let urgent = bench.asking(other, Count::Add(1), Asked::urgently);
     sleep(SECOND).await;
     drop(held);
@@ -244,7 +246,7 @@ async fn who_asks_too_late_is_told_so_and_wakes_nobody() {
     let late = asked(bench.world.now() - SECOND);
     let answer = bench.host.ask::<Counter>(COUNTER, Count::Add(1), late).await;
     assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
-    assert_eq!(bench.status(COUNTER), "asleep");
+    assert_eq!(bench.status(COUNTER), None);
 }
 
 #[tokio::test(start_paused = true)]
@@ -323,7 +325,7 @@ async fn a_fenced_entity_sends_its_asker_to_the_owner() {
     let bench = Bench::ready().await;
     bench.store.books.lock().unwrap().epochs.insert(shard_of(COUNTER), Epoch(2));
     assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, Err(AskError::NotOwner));
-    eventually(|| bench.status(COUNTER) == "asleep").await;
+    eventually(|| bench.status(COUNTER).is_none()).await;
     assert_eq!(bench.host.failures_total(), 0, "losing an epoch is no failure");
 }
 
@@ -340,7 +342,7 @@ async fn a_machine_that_panics_on_a_state_backs_off_and_is_parked_while_a_hundre
         let row = bench.row(COUNTER);
         assert_eq!((row.restarts, row.last_error.as_deref()), (failures, Some("add panicked: poisoned")));
         if failures < 3 {
-            assert_eq!(row.status, "backing_off");
+            assert_eq!(row.status, BackingOff);
             let answer = bench.ask(COUNTER, Count::Read).await;
             assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
             sleep(pause).await;
@@ -351,7 +353,7 @@ async fn a_machine_that_panics_on_a_state_backs_off_and_is_parked_while_a_hundre
         }
     }
     let row = bench.row(COUNTER);
-    assert_eq!((row.status.as_str(), row.restarts), ("parked", 3));
+    assert_eq!((row.status, row.restarts), (Parked, 3));
     assert_eq!(row.waits_for.as_deref(), Some("an operator: add panicked: poisoned"));
     sleep(100 * SECOND).await;
     bench.host.rest();
@@ -371,7 +373,7 @@ async fn what_an_earlier_owner_parked_stays_parked_until_an_operator_restarts_it
     bench.host.keep_parked(counter(COUNTER), "cannot be read".to_owned());
     let parked = Err(AskError::Parked { reason: "cannot be read".to_owned() });
     assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, parked);
-    assert_eq!((bench.row(COUNTER).status.as_str(), bench.loaded()), ("parked", 0));
+    assert_eq!((bench.row(COUNTER).status, bench.loaded()), (Parked, 0));
     assert!(bench.host.restart(counter(COUNTER)));
     bench.ask(COUNTER, Count::Add(1)).await.unwrap();
 }
@@ -396,7 +398,7 @@ async fn an_operator_restarts_what_is_parked() {
         assert!(matches!(answer, Err(AskError::Parked { .. } | AskError::NotOwner)), "{answer:?}");
     }
     let row = bench.row(COUNTER);
-    assert_eq!(row.status, "parked", "it would end the same way a second time");
+    assert_eq!(row.status, Parked, "it would end the same way a second time");
     assert!(row.last_error.unwrap().contains("the snapshot of version 4 cannot be read"));
     assert_eq!(bench.loaded(), 1);
 
@@ -429,7 +431,7 @@ async fn an_unknown_outcome_is_found_out_by_asking_the_same_again() {
         bench.store.meets([Fault::None, fault]);
         let answer = bench.ask_once(COUNTER, Count::Add(1), key("k")).await;
         assert!(matches!(answer, Err(AskError::Unknown { .. })), "{answer:?}");
-        assert_eq!(bench.status(COUNTER), "backing_off");
+        assert_eq!(bench.status(COUNTER), Some(BackingOff));
         sleep(SECOND).await;
         let again = bench.ask_once(COUNTER, Count::Add(1), key("k")).await.unwrap();
         assert_eq!((again.reply, again.replayed), (1, replayed));
@@ -457,14 +459,37 @@ async fn a_store_that_is_away_is_said_to_be_and_what_is_behind_waits_for_the_bac
 }
 
 #[tokio::test(start_paused = true)]
+async fn however_often_the_store_is_away_nobody_is_parked_for_it_and_all_are_served_when_it_is_back() {
+    let bench = Bench::ready().await;
+    bench.ask(COUNTER, Count::Add(0)).await.unwrap();
+    for outage in 1..=5 {
+        // One loses its commit, and for the rest of the outage nobody can load it.
+        bench.store.meets(std::iter::once(Fault::LostAfter).chain(vec![Fault::Unreachable; 20]));
+        let answer = bench.ask_once(COUNTER, Count::Add(outage), key(&outage.to_string())).await;
+        assert!(matches!(answer, Err(AskError::Unknown { .. })), "{answer:?}");
+        for _ in 0..40 {
+            let answer = bench.ask(COUNTER, Count::Read).await;
+            assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
+            assert_eq!(bench.status(COUNTER), Some(BackingOff));
+            sleep(SECOND / 10).await;
+        }
+        bench.store.faults.lock().unwrap().clear();
+        sleep(bench.host.config.longest_backoff).await;
+        assert!(bench.ask_once(COUNTER, Count::Add(outage), key(&outage.to_string())).await.unwrap().replayed);
+    }
+    assert_eq!(bench.store.books.lock().unwrap().counter(COUNTER).tickets, [0, 1, 2, 3, 4, 5]);
+    assert!(bench.is_at_rest());
+}
+
+#[tokio::test(start_paused = true)]
 async fn failures_that_are_long_past_are_forgotten() {
     let bench = Bench::ready().await;
     bench.store.meets([Fault::Unreachable]);
     let _ = bench.ask(COUNTER, Count::Read).await;
-    assert_eq!(bench.status(COUNTER), "backing_off");
+    assert_eq!(bench.status(COUNTER), Some(BackingOff));
     sleep(601 * SECOND).await;
     bench.host.rest();
-    assert_eq!(bench.status(COUNTER), "asleep");
+    assert_eq!(bench.status(COUNTER), None);
     assert_eq!(bench.host.failures_total(), 1);
 }
 
@@ -495,7 +520,7 @@ async fn an_actor_that_breaks_outside_of_a_decision_is_noted_by_its_supervisor()
     host.open(term(shard_of(COUNTER), 1), None).await.unwrap();
     let bench = Bench { host, store, effects: Arc::default(), world };
     assert_eq!(bench.ask(COUNTER, Count::Add(1)).await, Ok(first(1)), "the answer stands before the effect");
-    eventually(|| bench.status(COUNTER) == "backing_off").await;
+    eventually(|| bench.status(COUNTER) == Some(BackingOff)).await;
     assert_eq!(bench.row(COUNTER).last_error.as_deref(), Some("broken effect"));
     assert!(bench.is_at_rest());
 }
@@ -508,7 +533,7 @@ async fn entities_whose_supervisor_was_killed_are_not_taken_for_alive() {
     supervisor.kill_and_wait(None).await.unwrap();
     eventually(|| bench.host.awake.get(&counter(COUNTER)).unwrap().cell.get_status() == ActorStatus::Stopped).await;
     assert_eq!(bench.ask(COUNTER, Count::Add(2)).await, Err(AskError::NotOwner));
-    assert_eq!(bench.status(COUNTER), "asleep");
+    assert_eq!(bench.status(COUNTER), None);
     bench.host.open(term(shard_of(COUNTER), 2), None).await.unwrap();
     assert_eq!(bench.ask(COUNTER, Count::Add(2)).await.unwrap().reply, 2);
     assert!(bench.is_at_rest());

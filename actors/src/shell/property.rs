@@ -187,7 +187,7 @@ impl Universe {
                 Output::Reply(token, answer) => self.answered(token, answer),
                 // It follows a reply that was checked against the store.
                 Output::Perform(_) => {}
-                Output::Sleep | Output::Die(_) => {
+                Output::Sleep | Output::Die(_) | Output::Lose(_) => {
                     assert!(self.pending.is_none(), "it left while it waits for {:?}", self.pending);
                     self.shell = None;
                 }

@@ -86,6 +86,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
         },
         Output::Sleep => "sleep".to_owned(),
         Output::Die(reason) => format!("die: {reason}"),
+        Output::Lose(reason) => format!("lose: {reason}"),
         Output::Park(reason) => format!("park: {reason}"),
     }
 }
@@ -295,7 +296,7 @@ fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
         [
             "1: the outcome is unknown: broke",
             "2: unavailable: the entity is being loaded anew",
-            "die: a commit's outcome is unknown: broke"
+            "lose: a commit's outcome is unknown: broke"
         ]
     );
     assert_eq!(bench.ask(3, Count::Read), ["3: not the owner"]);
@@ -363,12 +364,12 @@ fn a_snapshot_that_cannot_be_read_parks_the_entity() {
 }
 
 #[test]
-fn an_entity_that_cannot_be_loaded_says_so_and_dies() {
+fn an_entity_that_cannot_be_loaded_says_so_and_is_over() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.ask(1, Count::Read), NOTHING);
     let why = "the store cannot be read: unreachable";
     let died = bench.on(Input::Loaded(Err(unreachable())));
-    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("lose: {why}")]);
 }
 
 #[test]
@@ -378,7 +379,7 @@ fn a_conflict_whose_reload_fails_gives_the_command_back() {
     assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
     let why = "the store cannot be read: unreachable";
     let died = bench.on(Input::Loaded(Err(unreachable())));
-    assert_eq!(died, [format!("1: unavailable: {why}"), format!("die: {why}")]);
+    assert_eq!(died, [format!("1: unavailable: {why}"), format!("lose: {why}")]);
 }
 
 #[test]

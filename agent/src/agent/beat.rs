@@ -68,7 +68,7 @@ impl Agent {
         meter: &Arc<Meter>,
         missing_since: &mut BTreeMap<String, chrono::DateTime<Utc>>,
     ) -> Heartbeat {
-        let inventory = read_inventory(&self.gpus, self.executor.kind()).await;
+        let inventory = read_inventory(&self.gpus, self.executor.kind(), &self.config.state_dir).await;
         let health = assess(&self.inventory.gpus, &inventory.gpus, missing_since, Utc::now());
         Heartbeat {
             boot_id: self.boot_id,

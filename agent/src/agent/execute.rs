@@ -13,13 +13,14 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, error, info, warn};
 use uuid::Uuid;
 use wire::proof::CleanupReport;
-use wire::task::{Envelope, Origin, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
+use wire::task::{Envelope, Origin, Reboot, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
 
 use super::poll::scope_of;
 use super::{Agent, BACKOFF_BASE, Fatal, held};
 use crate::api::ApiError;
 use crate::backoff::Backoff;
 use crate::chain;
+use crate::diagnose;
 use crate::executor::{Executor, Failure, Output};
 use crate::journal::{Ended, Line, Phase};
 use crate::plan::{Plan, plan};
@@ -116,9 +117,13 @@ impl Agent {
 
     /// Says of a task that must not happen twice that nobody knows whether it happened.
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
-        let failure = Failure::new("outcome_unknown", "the agent ended while the task was under way");
+        let known = match &payload.task {
+            Task::Reboot(reboot) => restarted(reboot, self.boot_id),
+            Task::Provision(_) | Task::Release(_) | Task::Validate {} | Task::Diagnose {} => None,
+        };
+        let unknown = || Err(Failure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
-        let result = outcome(&payload, Err(failure), now, now);
+        let result = outcome(&payload, known.unwrap_or_else(unknown), now, now);
         let agent = Arc::clone(self);
         self.tasks.spawn(
             async move {
@@ -179,7 +184,7 @@ impl Agent {
         {
             return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
         }
-        let executor = Arc::clone(&self.executor);
+        let (executor, gpus) = (Arc::clone(&self.executor), Arc::clone(&self.gpus));
         let task = payload.task.clone();
         let seal = Seal {
             node_id: self.config.node_id,
@@ -192,6 +197,8 @@ impl Agent {
             Task::Provision(provision) => executor.provision(provision).map(Effect::plain),
             Task::Release(release) => seal.release(executor.as_ref(), release),
             Task::Validate {} => executor.validate().map(Effect::plain),
+            Task::Diagnose {} => Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref()))),
+            Task::Reboot(reboot) => restarted(reboot, seal.boot_id).unwrap_or_else(|| Err(executor.reboot())),
         })
         .await
         .unwrap_or_else(|panic| {
@@ -258,6 +265,30 @@ impl Agent {
             info!(waits_for = %before.last.0, "the task waits for the allocation's task before it");
         }
         Place { before: before.map(|lane| lane.over), _over: Some(sender) }
+    }
+}
+
+/// The outcome of a restart that has happened: the machine is in another boot than the one that was to end.
+fn restarted(task: &Reboot, boot_id: Uuid) -> Option<Result<Effect, Failure>> {
+    (task.boot_id != boot_id).then(|| {
+        let output = [("boot_id".to_owned(), boot_id.to_string().into())];
+        Ok(Effect::plain(output.into_iter().collect()))
+    })
+}
+
+/// What is said of a task that this agent does not know.
+pub(super) fn not_done(kind: &str, attempt: u32) -> TaskResult {
+    let now = Utc::now();
+    let (version, protocol) = (env!("CARGO_PKG_VERSION"), wire::PROTOCOL);
+    let message = format!("agent {version} (protocol {protocol}) knows no task of type {kind:?}; upgrade the agent");
+    TaskResult {
+        attempt,
+        status: TaskStatus::Failed,
+        output: Output::new(),
+        error: Some(TaskError { code: "task_type_unknown".to_owned(), message }),
+        proof: None,
+        started_at: now,
+        finished_at: now,
     }
 }
 

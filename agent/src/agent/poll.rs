@@ -8,6 +8,7 @@ use telemetry::Trace;
 use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
 use wire::task::{OpenError, Origin, SignatureError, TaskPayload, TaskRefused, open};
 
+use super::execute::not_done;
 use super::{Agent, BACKOFF_BASE, Fatal, held};
 use crate::api::Received;
 use crate::backoff::Backoff;
@@ -92,11 +93,23 @@ impl Agent {
                     // The keys may have rotated; the answer to a heartbeat says so.
                     self.beat_now.notify_one();
                 }
+                self.decline(error, correlation_id);
                 return Gain::Nothing;
             }
         };
         let (span, origin) = scope_of(&payload, correlation_id);
         self.take_verified(payload, origin, slot).instrument(span).await
+    }
+
+    /// A task for this node of a kind that it does not know is answered, so that nobody waits for it.
+    fn decline(self: &Arc<Self>, error: OpenError, correlation_id: &str) {
+        let OpenError::UnknownKind { kind, bound } = error else { return };
+        if bound.node_id != self.config.node_id || Utc::now() >= bound.expires_at {
+            return;
+        }
+        let unsaid = || Origin { correlation_id: correlation_id.to_owned(), traceparent: None, tracestate: None };
+        let origin = bound.origin.unwrap_or_else(unsaid);
+        self.spawn_report(bound.task_id, not_done(&kind, bound.attempt), origin);
     }
 
     async fn take_verified(

@@ -39,6 +39,14 @@ pub struct Account {
     pub uid: u32,
 }
 
+impl Account {
+    /// Whether the machine has it.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        number_of("passwd", &self.name) == Some(self.uid)
+    }
+}
+
 /// What is remembered over restarts: which uids were given, and to whom.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Ledger {
@@ -111,6 +119,8 @@ impl Accounts {
             ["--home-dir", &home],
             ["--shell", shell],
             ["--comment", ""],
+            // No password, and not locked: sshd lets nobody into a locked account, whatever key they have.
+            ["--password", "*"],
             // Only so that it does not warn about the range, and hands out no subordinate ids.
             ["-K", &lowest],
             ["-K", &highest],

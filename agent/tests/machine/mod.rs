@@ -2,6 +2,8 @@
 //!
 //! What was written on it is in the overlay's upper folder, and nothing else is: so a comparison of the whole file system before and
 //! after is a look into one folder, whatever else runs on the host.
+//!
+//! The agent's own tests run inside of such a machine; the whole service's tests look at one from outside.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,11 +15,11 @@ use std::process::Command;
 const INSIDE: &str = "GPUAAS_TEST_MACHINE";
 
 /// Where the machine sees its own upper folder, and the host's file system as it is without it.
-const UPPER: &str = "/run/gpuaas-upper";
+pub const UPPER: &str = "/run/gpuaas-upper";
 const LOWER: &str = "/run/gpuaas-lower";
 
 /// Makes the machine and starts a program in it. `$1` is a folder for it, the rest is the program.
-const MAKE: &str = r#"
+pub const MAKE: &str = r#"
 set -eu
 base=$1; shift
 mount -t tmpfs -o mode=0755 tmpfs "$base"
@@ -29,6 +31,9 @@ mount --rbind /sys "$root/sys"
 mount -t tmpfs -o mode=0755 tmpfs "$root/dev"
 for node in null zero full random urandom tty; do touch "$root/dev/$node"; mount --bind "/dev/$node" "$root/dev/$node"; done
 mkdir -m 1777 "$root/dev/shm"
+mkdir "$root/dev/pts"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,gid=5 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
 for folder in tmp var/tmp run dev/shm; do mount -t tmpfs -o mode=1777 tmpfs "$root/$folder"; done
 mkdir "$root/run/gpuaas-upper" "$root/run/gpuaas-lower"
 mount --bind "$base/upper" "$root/run/gpuaas-upper"
@@ -37,7 +42,7 @@ exec chroot "$root" "$@"
 "#;
 
 /// Runs `test` in a machine of its own: this program starts itself again there, for the one test called `name`.
-pub(crate) fn alone(name: &str, test: impl FnOnce()) {
+pub fn alone(name: &str, test: impl FnOnce()) {
     if std::env::var(INSIDE).is_ok_and(|inside| inside == name) {
         return test();
     }
@@ -72,7 +77,7 @@ pub(crate) fn alone(name: &str, test: impl FnOnce()) {
 
 /// A file as two looks are compared: what it is, whose, how open, and what it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub struct Seen {
     kind: char,
     mode: u32,
     uid: u32,
@@ -80,47 +85,89 @@ pub(crate) struct Seen {
     content: Vec<u8>,
 }
 
-/// Everything on the machine that could have changed: files of the overlay and of the places that lie in memory, System V objects and
-/// processes (by command line).
-pub(crate) fn look(except: &[&Path]) -> BTreeMap<String, Seen> {
-    let mut seen = BTreeMap::new();
-    for path in changed_files() {
-        look_at(&path, except, &mut seen);
+/// A machine as it is looked at: from inside, or through `/proc/<pid>/root`.
+pub struct View {
+    root: PathBuf,
+}
+
+impl View {
+    /// `root` leads to the machine's own root: `/` from inside.
+    pub fn of(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
     }
-    for place in ["/tmp", "/var/tmp", "/dev/shm", "/run", "/dev"] {
-        for path in walk(Path::new(place)) {
-            if !path.starts_with(UPPER) && !path.starts_with(LOWER) {
-                look_at(&path, except, &mut seen);
+
+    /// Where a path of the machine is found here.
+    pub fn at(&self, path: impl AsRef<Path>) -> PathBuf {
+        let path = path.as_ref();
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// Everything on the machine that could have changed: files of the overlay and of the places that lie in memory, and processes (by
+    /// command line); with what the machine says of its System V objects.
+    pub fn look(&self, except: &[&Path], sysv: impl Fn(&str) -> String) -> BTreeMap<String, Seen> {
+        let mut seen = BTreeMap::new();
+        let upper = self.at(UPPER);
+        for path in walk(&upper, &self.at(LOWER)) {
+            let path = Path::new("/").join(path.strip_prefix(&upper).unwrap());
+            self.look_at(&path, except, &mut seen);
+        }
+        for place in ["/tmp", "/var/tmp", "/dev/shm", "/run", "/dev"] {
+            for found in walk(&self.at(place), &self.at(LOWER)) {
+                let path = Path::new("/").join(found.strip_prefix(&self.root).unwrap());
+                if !path.starts_with(UPPER) && !path.starts_with(LOWER) {
+                    self.look_at(&path, except, &mut seen);
+                }
             }
         }
+        for listing in ["shm", "msg", "sem"] {
+            let path = format!("/proc/sysvipc/{listing}");
+            let rows = sysv(&path).lines().count();
+            seen.insert(path, plain('i', rows.to_string().into_bytes()));
+        }
+        for (pid, command) in self.processes() {
+            seen.insert(format!("process {pid}"), plain('p', command));
+        }
+        seen
     }
-    for listing in ["shm", "msg", "sem"] {
-        let path = format!("/proc/sysvipc/{listing}");
-        let rows = fs::read_to_string(&path).unwrap_or_default().lines().count();
-        seen.insert(path, plain('i', rows.to_string().into_bytes()));
+
+    fn look_at(&self, path: &Path, except: &[&Path], seen: &mut BTreeMap<String, Seen>) {
+        if !except.iter().any(|folder| path.starts_with(folder)) {
+            seen.insert(path.display().to_string(), found_at(&self.at(path)));
+        }
     }
-    for (pid, command) in processes() {
-        seen.insert(format!("process {pid}"), plain('p', command));
+
+    /// The processes of this machine that are still alive.
+    pub fn processes(&self) -> BTreeMap<i32, Vec<u8>> {
+        let proc = self.at("/proc");
+        let pids = fs::read_dir(&proc).unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.filter_map(|pid: i32| {
+            let command = fs::read(proc.join(pid.to_string()).join("cmdline")).ok()?;
+            (!command.is_empty()).then_some((pid, command))
+        })
+        .collect()
     }
-    seen
+
+    /// What was there before and is not, or is there and was not, or is another.
+    pub fn differences(&self, before: &BTreeMap<String, Seen>, after: &BTreeMap<String, Seen>) -> Vec<String> {
+        let names: std::collections::BTreeSet<_> = before.keys().chain(after.keys()).collect();
+        let differs = |name: &&&String| {
+            let (was, is) = (before.get(**name), after.get(**name));
+            // A file of the host that was copied up to be changed, and is again what it was: compared with the host's own.
+            was != is
+                && !(was.is_none()
+                    && is.is_some_and(|is| *is == found_at(&self.at(LOWER).join(name.trim_start_matches('/')))))
+        };
+        names
+            .iter()
+            .filter(differs)
+            .map(|name| format!("{name}: {:?} -> {:?}", before.get(*name), after.get(*name)))
+            .collect()
+    }
 }
 
-/// The paths, as the machine sees them, of what lies in the overlay's upper folder.
-fn changed_files() -> Vec<PathBuf> {
-    let upper = Path::new(UPPER);
-    walk(upper).into_iter().map(|path| Path::new("/").join(path.strip_prefix(upper).unwrap())).collect()
-}
-
-fn look_at(path: &Path, except: &[&Path], seen: &mut BTreeMap<String, Seen>) {
-    if except.iter().any(|folder| path.starts_with(folder)) {
-        return;
-    }
+fn found_at(path: &Path) -> Seen {
     // In the upper folder and not on the machine: a file of the host that was removed here.
-    let name = path.display().to_string();
-    let Ok(metadata) = fs::symlink_metadata(path) else {
-        seen.insert(name, plain('-', Vec::new()));
-        return;
-    };
+    let Ok(metadata) = fs::symlink_metadata(path) else { return plain('-', Vec::new()) };
     let kind = metadata.file_type();
     let (kind, content) = if kind.is_symlink() {
         ('l', fs::read_link(path).unwrap().into_os_string().into_encoded_bytes())
@@ -128,57 +175,27 @@ fn look_at(path: &Path, except: &[&Path], seen: &mut BTreeMap<String, Seen>) {
         ('d', Vec::new())
     } else if kind.is_char_device() {
         ('c', metadata.rdev().to_string().into_bytes())
-    } else {
+    } else if kind.is_file() {
         ('f', fs::read(path).unwrap_or_default())
+    } else {
+        ('s', Vec::new())
     };
     let (mode, uid, gid) = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
-    seen.insert(name, Seen { kind, mode, uid, gid, content });
+    Seen { kind, mode, uid, gid, content }
 }
 
 fn plain(kind: char, content: Vec<u8>) -> Seen {
     Seen { kind, mode: 0, uid: 0, gid: 0, content }
 }
 
-fn walk(folder: &Path) -> Vec<PathBuf> {
+fn walk(folder: &Path, but: &Path) -> Vec<PathBuf> {
     let mut paths = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) && path != Path::new(LOWER) {
-            paths.extend(walk(&path));
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) && path != but {
+            paths.extend(walk(&path, but));
         }
         paths.push(path);
     }
     paths
-}
-
-/// The processes of this machine that are still alive.
-pub(crate) fn processes() -> BTreeMap<i32, Vec<u8>> {
-    let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter_map(|pid: i32| {
-        let command = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-        (!command.is_empty()).then_some((pid, command))
-    })
-    .collect()
-}
-
-/// What was there before and is not, or is there and was not, or is another.
-pub(crate) fn differences(before: &BTreeMap<String, Seen>, after: &BTreeMap<String, Seen>) -> Vec<String> {
-    let names: std::collections::BTreeSet<_> = before.keys().chain(after.keys()).collect();
-    let differs = |name: &&&String| {
-        let (was, is) = (before.get(**name), after.get(**name));
-        // A file of the host that was copied up to be changed, and is again what it was: compared with the host's own.
-        was != is && !(was.is_none() && is.is_some_and(|is| is_as_below(name, is)))
-    };
-    names
-        .iter()
-        .filter(differs)
-        .map(|name| format!("{name}: {:?} -> {:?}", before.get(*name), after.get(*name)))
-        .collect()
-}
-
-/// Whether the copy in the upper folder says what the host's file says.
-fn is_as_below(name: &str, is: &Seen) -> bool {
-    let mut below = BTreeMap::new();
-    look_at(&Path::new(LOWER).join(name.trim_start_matches('/')), &[], &mut below);
-    below.into_values().next().is_some_and(|was| was == *is)
 }

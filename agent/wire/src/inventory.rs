@@ -17,6 +17,9 @@ pub struct Inventory {
     pub gpus: Vec<Gpu>,
     pub gpu_source: GpuSource,
     pub executor: ExecutorKind,
+    /// The host key that tenants meet when they come in by SSH, in OpenSSH's `SHA256:` form; absent where they cannot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ssh_host_key_fingerprint: Option<String>,
 }
 
 /// One GPU of a node.

@@ -55,6 +55,19 @@ pub enum Task {
     /// Look at the node and say whether it is fit for tenants. Idempotent.
     #[serde(rename = "node.validate")]
     Validate {},
+    /// Say how the node and its tenants stand. Idempotent.
+    #[serde(rename = "diagnostics.collect")]
+    Diagnose {},
+    /// Start the machine anew. It must not happen twice.
+    #[serde(rename = "node.reboot")]
+    Reboot(Reboot),
+}
+
+/// Parameters of `node.reboot`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reboot {
+    /// The boot that is to end. In any other the machine was started anew already.
+    pub boot_id: Uuid,
 }
 
 /// Parameters of `allocation.provision`.
@@ -87,6 +100,8 @@ impl Task {
             Self::Provision(_) => "allocation.provision",
             Self::Release(_) => "allocation.release",
             Self::Validate {} => "node.validate",
+            Self::Diagnose {} => "diagnostics.collect",
+            Self::Reboot(_) => "node.reboot",
         }
     }
 
@@ -96,7 +111,7 @@ impl Task {
         match self {
             Self::Provision(provision) => Some(provision.allocation_id),
             Self::Release(release) => Some(release.allocation_id),
-            Self::Validate {} => None,
+            Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) => None,
         }
     }
 
@@ -104,7 +119,8 @@ impl Task {
     #[must_use]
     pub fn is_idempotent(&self) -> bool {
         match self {
-            Self::Provision(_) | Self::Release(_) | Self::Validate {} => true,
+            Self::Provision(_) | Self::Release(_) | Self::Validate {} | Self::Diagnose {} => true,
+            Self::Reboot(_) => false,
         }
     }
 }
@@ -152,9 +168,20 @@ pub enum OpenError {
     #[error("the signed payload is of type {found:?}, not {TASK_TYPE}")]
     NotATask { found: String },
     #[error("the signed task is of type {kind:?}, which this agent (protocol {}) does not know", crate::PROTOCOL)]
-    UnknownKind { kind: String },
+    UnknownKind { kind: String, bound: Box<Bound> },
     #[error("the signed task does not parse")]
     Malformed(#[source] serde_json::Error),
+}
+
+/// What is signed beside the work itself: enough to say of a task of an unknown kind that it is not done.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Bound {
+    pub node_id: Uuid,
+    pub task_id: Uuid,
+    pub attempt: u32,
+    pub expires_at: DateTime<Utc>,
+    #[serde(default)]
+    pub origin: Option<Origin>,
 }
 
 /// Verifies the signature and reads the task from the signed bytes.
@@ -166,13 +193,16 @@ pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, O
     if envelope.payload_type != TASK_TYPE {
         return Err(OpenError::NotATask { found: envelope.payload_type.clone() });
     }
-    serde_json::from_slice(&bytes).map_err(|error| match kind_of(&bytes) {
-        Some(kind) if !KINDS.contains(&kind.as_str()) => OpenError::UnknownKind { kind },
-        Some(_) | None => OpenError::Malformed(error),
+    serde_json::from_slice(&bytes).map_err(|error| match (kind_of(&bytes), serde_json::from_slice(&bytes)) {
+        (Some(kind), Ok(bound)) if !KINDS.contains(&kind.as_str()) => {
+            OpenError::UnknownKind { kind, bound: Box::new(bound) }
+        }
+        (Some(_) | None, _) => OpenError::Malformed(error),
     })
 }
 
-const KINDS: [&str; 3] = ["allocation.provision", "allocation.release", "node.validate"];
+const KINDS: [&str; 5] =
+    ["allocation.provision", "allocation.release", "node.validate", "diagnostics.collect", "node.reboot"];
 
 fn kind_of(bytes: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
@@ -297,7 +327,9 @@ mod tests {
         let mut value = serde_json::to_value(payload()).unwrap();
         value["task"] = serde_json::json!({"type": "node.sing"});
         let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
-        assert!(matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind }) if kind == "node.sing"));
+        assert!(
+            matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind, bound }) if kind == "node.sing" && bound.task_id == payload().task_id)
+        );
     }
 
     #[test]
@@ -328,8 +360,10 @@ mod tests {
 
     #[test]
     fn every_kind_is_listed_under_its_name() {
-        let value = serde_json::to_value(Task::Validate {}).unwrap();
-        assert_eq!(value["type"], Task::Validate {}.kind());
-        assert!(KINDS.contains(&Task::Validate {}.kind()));
+        for task in [Task::Validate {}, Task::Diagnose {}, Task::Reboot(Reboot { boot_id: Uuid::nil() })] {
+            let value = serde_json::to_value(&task).unwrap();
+            assert_eq!(value["type"], task.kind());
+            assert!(KINDS.contains(&task.kind()));
+        }
     }
 }

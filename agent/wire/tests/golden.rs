@@ -67,6 +67,7 @@ fn inventory() -> Inventory {
         }],
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 
@@ -238,6 +239,16 @@ fn release_payload() {
 #[test]
 fn validate_payload() {
     golden!(payload(Task::Validate {}));
+}
+
+#[test]
+fn diagnose_payload() {
+    golden!(payload(Task::Diagnose {}));
+}
+
+#[test]
+fn reboot_payload() {
+    golden!(payload(Task::Reboot(wire::task::Reboot { boot_id: id(7) })));
 }
 
 #[test]

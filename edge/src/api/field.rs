@@ -167,6 +167,10 @@ texts! {
     /// A name in the audit log: an action, a kind, a correlation id.
     AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// The name of a row of the supervision tree.
+    WorkerName: 64, "lower-case letters, digits and dashes, beginning with a letter", r"^[a-z][a-z0-9-]*$",
+        |text| text.starts_with(|first: char| first.is_ascii_lowercase())
+            && text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
     /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())

@@ -31,7 +31,7 @@ pub(super) async fn healthz() -> Json<Health> {
 pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
     let readiness = services.runtime.readiness().await;
     if services.stopping.is_cancelled() {
-        return Err(ApiError::new(Code::ServiceUnavailable, "This process is stopping; ask another."));
+        return Err(ApiError::new(Code::ServiceUnavailable, "This process is stopping; ask another.").expected());
     }
     if readiness.ready {
         return Ok(Json(readiness));
@@ -40,9 +40,9 @@ pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Read
     let failing =
         readiness.checks.iter().filter(|(_, check)| *check != "ok").map(|(name, check)| format!("{name}: {check}"));
     let failing = failing.collect::<Vec<_>>().join(", ");
-    Err(ApiError::new(Code::ServiceUnavailable, "This process cannot serve at the moment; details.checks says why.")
-        .detail("checks", checks)
-        .because(failing))
+    let message = "This process cannot serve at the moment; details.checks says why.";
+    let error = ApiError::new(Code::ServiceUnavailable, message).detail("checks", checks).because(failing);
+    Err(if readiness.starting { error.expected() } else { error })
 }
 
 /// Figures of this process in the Prometheus text format.

@@ -1,19 +1,22 @@
 //! The running cluster as operators see it: the supervision tree, one entity with its past, the members.
 
+use actors::place::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
-use domain::{EntityRef, Kind};
+use domain::runtime::{Command, Operated, Part};
+use domain::{EntityRef, Kind, MemberId};
 use persistence::read::HistoryRow;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 use uuid::Uuid;
 
-use crate::api::asking::ByAdmin;
-use crate::body::{Path, Query};
-use crate::error::ApiError;
-use crate::runtime::{ClusterReport, EntityNode, Tree, TreeFilter, kinds};
+use crate::api::asking::{Asking, ByAdmin};
+use crate::api::field::{Reason, WorkerName};
+use crate::body::{JsonOrDefault, Path, Query};
+use crate::error::{ApiError, Code};
+use crate::runtime::{self, ClusterReport, EntityNode, Tree, TreeFilter, kinds};
 use crate::services::Services;
 
 /// The name of a kind, in a path.
@@ -53,9 +56,17 @@ pub(super) struct Transition {
     correlation_id: String,
 }
 
+/// Why something is started anew.
+#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = NewRestart)]
+pub(super) struct NewRestart {
+    reason: Option<Reason>,
+}
+
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Restarted {
-    /// False where the entity slept: it wakes at the next command anyway.
+    /// False where nothing of it ran: an entity that slept wakes at the next command anyway.
     restarted: bool,
 }
 
@@ -111,7 +122,7 @@ pub(super) async fn entity(
 
 /// Forgets an entity's failures and starts it anew, wherever it lives.
 ///
-/// Asking twice is asking once.
+/// Asking twice is asking once, and two rows in the audit log.
 #[utoipa::path(
     post,
     path = "/",
@@ -119,16 +130,67 @@ pub(super) async fn entity(
         ("kind" = inline(KindName), Path, description = "What kind of entity"),
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
+    request_body(content = NewRestart, description = "May be left out."),
     responses((status = 200, description = "Done.", body = Restarted)),
 )]
 pub(super) async fn restart(
-    _: ByAdmin,
+    ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path((kind, id)): Path<(String, Uuid)>,
+    JsonOrDefault(why): JsonOrDefault<NewRestart>,
 ) -> Result<Json<Restarted>, ApiError> {
     known(&services, &kind, id).await?;
     let entity = EntityRef { kind: kind_of(&kind, "Path parameter")?, id };
-    Ok(Json(Restarted { restarted: services.runtime.restart_entity(entity).await? }))
+    started_anew(&services, asking, Part::Entity { entity }, why).await
+}
+
+/// Starts a row of one member's supervision tree anew, with what hangs below it, whatever it was doing.
+///
+/// Asking twice is asking once, and two rows in the audit log.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(
+        ("member" = Uuid, Path, description = "The member's id, as the tree names it"),
+        ("worker" = inline(WorkerName), Path, description = "The row's name"),
+    ),
+    request_body(content = NewRestart, description = "May be left out."),
+    responses((status = 200, description = "Done.", body = Restarted)),
+)]
+pub(super) async fn restart_worker(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path((member, worker)): Path<(Uuid, WorkerName)>,
+    JsonOrDefault(why): JsonOrDefault<NewRestart>,
+) -> Result<Json<Restarted>, ApiError> {
+    let (member, worker) = (MemberId(member), worker.to_string());
+    let row = services.runtime.worker(member, &worker).await?.ok_or_else(|| ApiError::not_found("worker"))?;
+    if !row.restartable {
+        let message = format!("{worker} looks after itself and is not started anew alone; restart the process.");
+        return Err(ApiError::new(Code::StateConflict, message));
+    }
+    started_anew(&services, asking, Part::Worker { member, worker }, why).await
+}
+
+/// Written down first, then done: a restart that nobody wrote down must not happen, and one that was written down and not done is asked
+/// for again.
+async fn started_anew(
+    services: &Services,
+    asking: Asking,
+    part: Part,
+    NewRestart { reason }: NewRestart,
+) -> Result<Json<Restarted>, ApiError> {
+    let record = id_of_name(Kind::Runtime, &part.to_string());
+    let command = Command::Restart { what: part.clone(), reason: reason.map(|reason| reason.to_string()) };
+    asking.urgently().ask_unstored::<Operated>(record, command).await?;
+    match services.runtime.restart(part).await? {
+        runtime::Restarted::Anew => Ok(Json(Restarted { restarted: true })),
+        runtime::Restarted::Nothing => Ok(Json(Restarted { restarted: false })),
+        runtime::Restarted::Unknown => Err(ApiError::new(
+            Code::ServiceUnavailable,
+            "A member did not answer in time, so it is not certain that this was started anew; look at the tree and ask again.",
+        )),
+    }
 }
 
 async fn known(services: &Services, kind: &str, id: Uuid) -> Result<EntityNode, ApiError> {

@@ -65,6 +65,9 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::RegionNotAllowed { .. }
         | Rejection::VersionDiffers
         | Rejection::NotInOrder { .. }
+        | Rejection::NotOrdered { .. }
+        | Rejection::TooManyTasks { .. }
+        | Rejection::TaskDoesNotWait { .. }
         | Rejection::NotSchedulable { .. }
         | Rejection::NotEnoughGpus { .. } => ApiError::internal(rejection),
     }

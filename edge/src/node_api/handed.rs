@@ -118,7 +118,7 @@ const fn task_of(order: &Order) -> (TaskId, u32) {
 mod tests {
     use super::*;
     use domain::allocation::Placed;
-    use domain::node::{What, Work};
+    use domain::node::{Place, What, Work};
     use domain::{AllocationId, Timestamp};
 
     const NODE: NodeId = NodeId(Uuid::from_u128(1));
@@ -135,16 +135,20 @@ mod tests {
                 deadline_at: at,
                 origin: None,
             },
-            allocation_id: AllocationId(Uuid::from_u128(task)),
-            placed: Placed {
-                devices: Vec::new(),
-                host: String::new(),
-                port: 22,
-                user_name: String::new(),
-                region_code: String::new(),
+            what: What::Release {
+                place: Place {
+                    allocation_id: AllocationId(Uuid::from_u128(task)),
+                    placed: Placed {
+                        devices: Vec::new(),
+                        host: String::new(),
+                        port: 22,
+                        user_name: String::new(),
+                        region_code: String::new(),
+                        host_fingerprint: None,
+                    },
+                    sku: String::new(),
+                },
             },
-            sku: String::new(),
-            what: What::Release,
         }
     }
 

@@ -29,6 +29,9 @@ pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, A
     amount("inventory.cpu_cores", sent.cpu_cores.into())?;
     amount("inventory.memory_mib", sent.memory_mib)?;
     amount("inventory.storage_gib", sent.storage_gib)?;
+    if let Some(fingerprint) = &sent.ssh_host_key_fingerprint {
+        text("inventory.ssh_host_key_fingerprint", fingerprint, TEXT)?;
+    }
     if sent.gpus.len() > GPUS {
         return Err(refused("inventory.gpus", format!("has more than {GPUS} entries")));
     }
@@ -65,6 +68,7 @@ pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, A
         cpu_cores: sent.cpu_cores,
         memory_mib: sent.memory_mib,
         storage_gib: sent.storage_gib,
+        host_fingerprint: sent.ssh_host_key_fingerprint,
     })
 }
 

@@ -1,6 +1,7 @@
 //! What became of a task. A result is recorded once; the same one again is answered as recorded, another is refused.
 
 use super::answer::refused;
+use super::outcome;
 use super::proof::verdict;
 use super::spoken::Spoken;
 use super::{NodeApi, Refused};
@@ -40,7 +41,8 @@ pub(super) async fn record(
         (TaskStatus::Succeeded, None) | (TaskStatus::Failed, _) => None,
     };
     let verdict = verdict(&result, node_id, task_id, state.as_deref());
-    let command = Command::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone() };
+    let output = outcome::kept(&result.output);
+    let command = Command::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output };
     match api.ask_until_certain(&scope, node_id, command, key).await {
         Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: Recorded::Already })),
         Ok(_) => {

@@ -99,20 +99,23 @@ impl NodeApi {
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);
                 let correlation_id = order.work.origin.as_ref().map(|origin| origin.correlation_id.as_str());
                 let trace = order.work.origin.as_ref().and_then(|it| Trace::parse(it.traceparent.as_deref()?));
-                let allocation_id = order.allocation_id;
+                let allocation_id = order.allocation_id();
                 // The poll's own ids say nothing here: what is handed out belongs to the request that asked for it.
                 info!(
                     %task_id,
                     attempt,
-                    %allocation_id,
-                    resource_name = format!("allocation/{allocation_id}"),
+                    allocation_id = allocation_id.map(field::display),
+                    resource_name = allocation_id.map_or_else(|| format!("node/{node_id}"), |id| format!("allocation/{id}")),
                     correlation_id,
                     trace_id = trace.map(|trace| field::display(trace.trace_id())),
                     span_id = trace.map(|trace| field::display(trace.span_id())),
                     "task handed to the node's agent"
                 );
-                if !again && attempt == 1 && matches!(order.what, What::Provision { .. }) {
-                    self.services.figures.dispatched(allocation_id, now);
+                if let What::Provision { place, .. } = &order.what
+                    && !again
+                    && attempt == 1
+                {
+                    self.services.figures.dispatched(place.allocation_id, now);
                 }
                 Ok(Found::Task(task))
             }

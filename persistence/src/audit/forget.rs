@@ -6,6 +6,7 @@
 
 use super::chain::{AuditKey, AuditKeys, COLUMNS, Hash, RowPlace, Sealable, array};
 use crate::error::{Doing, StoreError};
+use crate::pool::begin;
 use chrono::{DateTime, Datelike, NaiveDate, Utc};
 use domain::id::Shard;
 use domain::machine::Timestamp;
@@ -119,7 +120,7 @@ impl Checkpoint {
 pub async fn forget(pool: &PgPool, key: &AuditKey, month: &str, now: Timestamp) -> Result<Forgotten, ForgetError> {
     const DOING: &str = "dropping a month of the audit log";
     let (partition, end) = partition_of(month, now)?;
-    let mut transaction = pool.begin().await.doing(DOING)?;
+    let mut transaction = begin(pool, "BEGIN").await.doing(DOING)?;
     sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *transaction).await.doing(DOING)?;
     let is_there: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
         .bind(&partition)

@@ -5,6 +5,7 @@
 use super::chain::{AuditKeys, COLUMNS, Hash, RowPlace, Sealable, SignedHead, array, genesis, link};
 use super::forget::Checkpoint;
 use crate::error::{Doing, StoreError};
+use crate::pool::begin;
 use chrono::TimeDelta;
 use domain::id::Shard;
 use domain::machine::Timestamp;
@@ -78,7 +79,7 @@ pub struct Report {
 /// [`StoreError`] where the database cannot be read: then nothing is known.
 pub async fn verify(pool: &PgPool, what: &Verify) -> Result<Report, StoreError> {
     const DOING: &str = "verifying the audit log";
-    let mut transaction = pool.begin().await.doing(DOING)?;
+    let mut transaction = begin(pool, "BEGIN").await.doing(DOING)?;
     // As long as it takes; nothing waits for a reader.
     for set in ["SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY", "SET LOCAL statement_timeout = 0"] {
         sqlx::query(set).execute(&mut *transaction).await.doing(DOING)?;

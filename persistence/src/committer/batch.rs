@@ -1,6 +1,7 @@
 //! Transitions on their way into one statement, and what the statement says of each.
 
 use super::Sequences;
+use super::under_way::{Crossing, UnderWay};
 use crate::outbox::OutboxRow;
 use domain::audit::Audit;
 use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
@@ -25,18 +26,20 @@ pub(super) struct Job {
     /// The first of its numbers: the history row's; audit rows and events follow.
     seq: i64,
     answer: oneshot::Sender<Outcome>,
+    _crossing: Crossing,
 }
 
 impl Job {
     /// # Errors
     /// [`Outcome::Refused`] where an event or an audit row cannot be written as JSON.
-    pub(super) fn new(commit: Commit, answer: oneshot::Sender<Outcome>) -> Result<Self, Outcome> {
+    pub(super) fn new(commit: Commit, answer: oneshot::Sender<Outcome>, under_way: &UnderWay) -> Result<Self, Outcome> {
         let refused = |error: serde_json::Error| Outcome::Refused { constraint: format!("not JSON: {error}") };
         let events = commit.outbox.iter().map(|(_, event)| serde_json::to_string(event));
         let events = events.collect::<Result<_, _>>().map_err(refused)?;
         let metadata = commit.audit.iter().map(|audit| serde_json::to_string(&audit.metadata));
         let metadata = metadata.collect::<Result<_, _>>().map_err(refused)?;
-        Ok(Self { commit, events, metadata, seq: 0, answer })
+        let _crossing = under_way.enter(commit.entity.id);
+        Ok(Self { commit, events, metadata, seq: 0, answer, _crossing })
     }
 
     pub(super) fn answer(self, outcome: Outcome) {

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 /// How long a connection may take to open, and a lost one's backend to end.
 const CONNECT: Duration = Duration::from_secs(3);
@@ -30,9 +30,12 @@ const RETRIES: u32 = 5;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStatus {
     pub connected: bool,
-    /// Transitions in its queue.
+    /// Transitions in its queue, and how many may be.
     pub waiting: usize,
+    pub bound: usize,
     pub batches: u64,
+    /// A batch was sent and not answered, and what was sent may still be carried out.
+    pub in_doubt: bool,
     pub last_error: Option<String>,
     pub last_error_at: Option<Timestamp>,
 }
@@ -41,7 +44,7 @@ pub(super) struct Worker {
     config: CommitterConfig,
     options: PgConnectOptions,
     metrics: CommitterMetrics,
-    published: mpsc::Sender<Vec<OutboxRow>>,
+    published: mpsc::Sender<OutboxRow>,
     status: Arc<Mutex<WorkerStatus>>,
     link: Link,
 }
@@ -77,7 +80,7 @@ impl Worker {
         options: &PgConnectOptions,
         config: CommitterConfig,
         metrics: CommitterMetrics,
-        published: mpsc::Sender<Vec<OutboxRow>>,
+        published: mpsc::Sender<OutboxRow>,
         status: Arc<Mutex<WorkerStatus>>,
     ) -> Self {
         let link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
@@ -92,19 +95,23 @@ impl Worker {
         let mut arrived = Vec::new();
         loop {
             if waiting.is_empty() {
-                tokio::select! {
+                let resolves_at = self.resolves_at();
+                let taken = tokio::select! {
                     biased;
+                    // Nobody has to wait for the next batch to learn what became of the last one.
+                    () = sleep_until(resolves_at.unwrap_or_else(Instant::now)), if resolves_at.is_some() => None,
                     _ = stop.wait_for(|stop| *stop), if !queue.is_closed() => {
                         queue.close();
                         continue;
                     }
-                    taken = queue.recv_many(&mut arrived, limit) => {
-                        if taken == 0 {
-                            break;
-                        }
-                    }
+                    taken = queue.recv_many(&mut arrived, limit) => Some(taken),
+                };
+                match taken {
+                    // What went wrong is said there.
+                    None => drop(self.connect().await),
+                    Some(0) => break,
+                    Some(_) => waiting.extend(arrived.drain(..)),
                 }
-                waiting.extend(arrived.drain(..));
             }
             // Twice the batch is enough to fill it beside those that must stay.
             while waiting.len() < 2 * limit {
@@ -161,14 +168,8 @@ impl Worker {
     }
 
     fn publish(&self, rows: Vec<OutboxRow>) {
-        if rows.is_empty() {
-            return;
-        }
-        if let Err(mpsc::error::TrySendError::Full(rows) | mpsc::error::TrySendError::Closed(rows)) =
-            self.published.try_send(rows)
-        {
-            self.metrics.unpublished.inc_by(rows.len() as u64);
-        }
+        let unpublished = rows.into_iter().filter_map(|row| self.published.try_send(row).err()).count();
+        self.metrics.unpublished.inc_by(unpublished as u64);
     }
 
     async fn write(&mut self, batch: &Batch) -> Result<Vec<PgRow>, Trouble> {
@@ -211,10 +212,19 @@ impl Worker {
                 );
                 let doubtful = Some(backend.clone());
                 self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+                self.note(|status| status.in_doubt = true);
                 self.failed(&reason);
             }
         }
         Err(trouble)
+    }
+
+    /// When it is tried next to end the backend of a batch of unknown fate, where there is one.
+    fn resolves_at(&self) -> Option<Instant> {
+        match &self.link {
+            Link::Down { until, doubtful: Some(_), .. } => Some(*until),
+            Link::Down { doubtful: None, .. } | Link::Up { .. } => None,
+        }
     }
 
     /// Makes sure of a living connection, or says why there is none.
@@ -240,7 +250,7 @@ impl Worker {
             Ok(Ok((connection, backend))) => {
                 self.metrics.connections.inc();
                 self.link = Link::Up { connection, backend, used_at: Instant::now() };
-                self.note(|status| status.connected = true);
+                self.note(|status| (status.connected, status.in_doubt) = (true, false));
                 return Ok(());
             }
             Ok(Err(error)) => format!("the database cannot be reached: {error}"),

@@ -5,13 +5,19 @@
 //! is given a Unix socket of this process, and what it says there is copied to a connection without delay. TLS goes through
 //! unchanged, from the library to the server; the hop in between never sees a clear byte.
 
+use socket2::{SockRef, TcpKeepalive};
 use sqlx::postgres::PgConnectOptions;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::{TcpStream, UnixListener, UnixStream};
 use uuid::Uuid;
+
+/// A server that is gone without a word (its machine has lost power, its address has moved) is given up after so long. Without that a
+/// statement would wait for a quarter of an hour, and every reader with it.
+const GONE_AFTER: Duration = Duration::from_secs(10);
 
 /// The same options, by way of a socket of our own. A way that is a Unix socket already is left as it is.
 pub(super) fn undelayed(options: PgConnectOptions) -> io::Result<PgConnectOptions> {
@@ -43,13 +49,22 @@ pub(super) fn undelayed(options: PgConnectOptions) -> io::Result<PgConnectOption
 /// Until either side is done. An end on one side is an end on the other, and that is all the library has to know.
 async fn carry(mut inside: UnixStream, server: &str, port: u16) {
     let connected = TcpStream::connect((server, port)).await;
-    let ready = connected.and_then(|outside| outside.set_nodelay(true).map(|()| outside));
+    let ready = connected.and_then(|outside| prepare(&outside).map(|()| outside));
     match ready {
         // How it ends is the library's to judge: it sees the same end on its side.
         Ok(mut outside) => drop(tokio::io::copy_bidirectional(&mut inside, &mut outside).await),
         // Said here, since the library only sees that its own socket was closed.
         Err(error) => tracing::warn!(%error, server, port, "Postgres cannot be reached"),
     }
+}
+
+fn prepare(outside: &TcpStream) -> io::Result<()> {
+    outside.set_nodelay(true)?;
+    let socket = SockRef::from(outside);
+    // What was sent must be acknowledged in that time, and where nothing was sent it is asked whether anybody is there.
+    socket.set_tcp_user_timeout(Some(GONE_AFTER))?;
+    let asking = TcpKeepalive::new().with_time(GONE_AFTER / 2).with_interval(GONE_AFTER / 5).with_retries(3);
+    socket.set_tcp_keepalive(&asking)
 }
 
 /// A folder that nobody else may enter.
@@ -67,5 +82,23 @@ impl Drop for Folder {
     fn drop(&mut self) {
         // Left behind at worst: an empty folder in the place for such.
         let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn a_server_that_is_gone_without_a_word_is_given_up_in_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let outside = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        prepare(&outside).unwrap();
+        let socket = SockRef::from(&outside);
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(GONE_AFTER));
+        assert!(socket.keepalive().unwrap() && outside.nodelay().unwrap());
+        assert!(socket.tcp_keepalive_time().unwrap() < GONE_AFTER);
     }
 }

@@ -3,9 +3,14 @@
 use super::entity::{Cursor, kind};
 use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError};
+use crate::pool::begin;
+use domain::commit::REFUSED;
 use domain::id::{EntityRef, Kind, Shard};
+use domain::invariant::Recorded;
 use domain::machine::Timestamp;
+use serde::Deserialize;
 use sqlx::postgres::PgRow;
+use sqlx::types::Json;
 use sqlx::{Postgres, Row, Transaction};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,6 +19,9 @@ use uuid::Uuid;
 /// Of an entity's history, so many of the last versions are looked at.
 const LOOKED_BACK: i64 = 50;
 
+/// For a transition's audit row is looked so long after it; later the operator may have dropped its month.
+const AUDIT_LOOKED_BACK: Duration = Duration::from_secs(60 * 60);
+
 /// An entity, with what was written beside it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Inspected {
@@ -21,8 +29,8 @@ pub struct Inspected {
     pub version: i64,
     /// JSON.
     pub body: String,
-    /// The last versions that the history holds, in order.
-    pub recorded: Vec<i64>,
+    /// The last transitions that the history holds, in order.
+    pub recorded: Vec<Recorded>,
     /// Whether the deadline index has its end.
     pub deadline_is_indexed: bool,
     created_at: Timestamp,
@@ -54,7 +62,7 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn inspect(&self) -> Result<Inspection, StoreError> {
-        let begun = self.pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY").await;
+        let begun = begin(&self.pool, "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY").await;
         Ok(Inspection { transaction: begun.doing("beginning an inspection")? })
     }
 
@@ -115,10 +123,17 @@ impl Inspection {
     ) -> Result<Page<Inspected, Cursor>, StoreError> {
         let after = after.unwrap_or(Cursor { created_at: Timestamp::UNIX_EPOCH, id: Uuid::nil() });
         let rows = sqlx::query(
+            // An audit row has the number after its transition's, and the same instant.
             "SELECT entity.id, entity.kind, entity.version, entity.body::text, entity.created_at,
-                    ARRAY(SELECT history.version FROM history
-                          WHERE history.entity = entity.id AND history.version > entity.version - $6
-                          ORDER BY history.version) AS recorded,
+                    (SELECT coalesce(jsonb_agg(jsonb_build_object(
+                                'version', step.version, 'command', step.command, 'actor', step.actor,
+                                'to_state', step.to_state, 'refused', starts_with(step.why, $7),
+                                'audited', CASE WHEN step.at > now() - make_interval(secs => $8) THEN EXISTS(
+                                    SELECT FROM audit WHERE audit.at = step.at AND audit.shard = step.shard
+                                    AND audit.epoch = step.epoch AND audit.seq = step.seq + 1) END
+                            ) ORDER BY step.version), '[]')
+                     FROM history AS step
+                     WHERE step.entity = entity.id AND step.version > entity.version - $6) AS recorded,
                     EXISTS(SELECT FROM deadline WHERE deadline.entity = entity.id AND deadline.deadline_at IS NOT NULL) AS indexed
              FROM entity
              WHERE kind = $1 AND shard = ANY ($2) AND (created_at, id) > ($3, $4) ORDER BY created_at, id LIMIT $5",
@@ -129,6 +144,8 @@ impl Inspection {
         .bind(after.id)
         .bind(one_more(limit))
         .bind(LOOKED_BACK)
+        .bind(REFUSED)
+        .bind(AUDIT_LOOKED_BACK.as_secs_f64())
         .fetch_all(&mut *self.transaction)
         .await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(inspected).collect());
@@ -150,6 +167,24 @@ impl Inspection {
     }
 }
 
+/// A transition as the statement says it.
+#[derive(Deserialize)]
+struct Step {
+    version: i64,
+    command: String,
+    actor: String,
+    to_state: String,
+    refused: bool,
+    audited: Option<bool>,
+}
+
+impl From<Step> for Recorded {
+    fn from(step: Step) -> Self {
+        let Step { version, command, actor, to_state, refused, audited } = step;
+        Self { version, command, actor, to_state, refused, audited }
+    }
+}
+
 fn numbers(shards: &[Shard]) -> Vec<i16> {
     shards.iter().map(|shard| i16::from(shard.0)).collect()
 }
@@ -159,7 +194,7 @@ fn inspected(row: &PgRow) -> Result<Inspected, sqlx::Error> {
         entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
         version: row.try_get("version")?,
         body: row.try_get("body")?,
-        recorded: row.try_get("recorded")?,
+        recorded: row.try_get::<Json<Vec<Step>>, _>("recorded")?.0.into_iter().map(Recorded::from).collect(),
         deadline_is_indexed: row.try_get("indexed")?,
         created_at: row.try_get("created_at")?,
     })

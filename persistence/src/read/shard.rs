@@ -33,6 +33,14 @@ pub struct Overdue {
     pub rows: Vec<Due>,
 }
 
+/// Events without effect.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Orphans {
+    pub rows: Vec<OutboxRow>,
+    /// Those that this release cannot read: they are left to the one that wrote them.
+    pub foreign: Vec<EventId>,
+}
+
 impl Reads {
     /// Entities of these shards whose tick is due at `now`, but for those of `except`, longest due first.
     ///
@@ -60,21 +68,6 @@ impl Reads {
         rows.and_then(|rows| rows.iter().map(due).collect()).doing("reading due deadlines")
     }
 
-    /// What an entity waits for, where it waits.
-    ///
-    /// # Errors
-    /// [`StoreError`]
-    pub async fn waits(&self, entity: EntityRef) -> Result<Option<Due>, StoreError> {
-        let row = sqlx::query(
-            "SELECT entity, kind, shard, wake_at, deadline_at, reason FROM deadline WHERE entity = $1 AND kind = $2",
-        )
-        .bind(entity.id)
-        .bind(entity.kind.as_str())
-        .fetch_optional(&self.pool)
-        .await;
-        row.and_then(|row| row.as_ref().map(due).transpose()).doing("reading a deadline")
-    }
-
     /// Everything whose deadline has passed at `now`, in all shards.
     ///
     /// # Errors
@@ -97,7 +90,8 @@ impl Reads {
     }
 
     /// Events of these shards that have been unsettled for longer than `age` (by the database's clock): in the order of each
-    /// shard's commits, at most `each` of a shard, without those of `except`. An event that only a newer release understands is left to that release.
+    /// shard's commits, at most `each` of a shard, without those of `except`. What cannot be read counts too: name it in `except`, lest
+    /// it hide what comes after it.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -107,7 +101,7 @@ impl Reads {
         age: Duration,
         except: &[EventId],
         each: u32,
-    ) -> Result<Vec<OutboxRow>, StoreError> {
+    ) -> Result<Orphans, StoreError> {
         // By shard, so that the index gives the order and a long backlog is not sorted at every look.
         let rows = sqlx::query(
             "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
@@ -125,11 +119,15 @@ impl Reads {
         .fetch_all(&self.pool)
         .await
         .doing("reading orphaned events")?;
-        let mut orphans = Vec::with_capacity(rows.len());
+        let mut orphans = Orphans::default();
         for row in &rows {
             match outbox_row(row) {
-                Ok(row) => orphans.push(row),
-                Err(error) => tracing::warn!(%error, "an event in the outbox cannot be read by this release"),
+                Ok(row) => orphans.rows.push(row),
+                Err(error) => {
+                    let id = EventId(row.try_get("id").doing("reading orphaned events")?);
+                    tracing::warn!(event.id = %id, %error, "an event in the outbox cannot be read by this release");
+                    orphans.foreign.push(id);
+                }
             }
         }
         Ok(orphans)

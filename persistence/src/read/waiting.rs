@@ -16,6 +16,8 @@ pub struct Waiting {
     pub version: i64,
     pub state: String,
     pub updated_at: Timestamp,
+    /// Its next tick, where it wants one.
+    pub wake_at: Option<Timestamp>,
     pub deadline_at: Option<Timestamp>,
     pub reason: Option<String>,
 }
@@ -40,7 +42,7 @@ impl Reads {
     pub async fn waiting(&self, filter: &WaitingFilter, limit: u32) -> Result<Vec<Waiting>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(
             "SELECT entity.id, entity.kind, entity.shard, entity.version, entity.state, entity.updated_at,
-                    deadline.deadline_at, deadline.reason
+                    deadline.wake_at, deadline.deadline_at, deadline.reason
              FROM entity LEFT JOIN deadline ON deadline.entity = entity.id WHERE entity.kind = ANY (",
         );
         let kinds: Vec<&str> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
@@ -73,6 +75,7 @@ fn waiting(row: &PgRow) -> Result<Waiting, sqlx::Error> {
         version: row.try_get("version")?,
         state: row.try_get("state")?,
         updated_at: row.try_get("updated_at")?,
+        wake_at: row.try_get("wake_at")?,
         deadline_at: row.try_get("deadline_at")?,
         reason: row.try_get("reason")?,
     })

@@ -50,6 +50,30 @@ async fn a_terminated_backend_leaves_the_batch_unknown_and_the_committer_alive()
 }
 
 #[tokio::test]
+async fn what_is_read_to_be_decided_on_waits_for_what_is_under_way() {
+    let world = World::new().await;
+    let (first, other) = (create(1), create(257));
+    assert_eq!(world.commit_all(&[first.clone(), other.clone()]).await, [Outcome::Applied, Outcome::Applied]);
+    let certain = |commit: &Commit| {
+        let (committer, entity, shard) = (world.committer.clone(), commit.entity.id, commit.shard);
+        async move { committer.certain(entity, shard).await }
+    };
+    let holder = world.hold_shards().await;
+    let sent = tokio::spawn({
+        let (committer, next) = (world.committer.clone(), next(&first));
+        async move { committer.commit(next).await }
+    });
+    world.until_blocked(1).await;
+    assert!(certain(&other).await, "another entity of the shard has nothing under way");
+    assert!(!certain(&first).await, "its fate is not decided");
+    let waiting = tokio::spawn(certain(&first));
+    holder.rollback().await.unwrap();
+    assert!(waiting.await.unwrap());
+    assert_eq!(world.reads().entity(first.entity).await.unwrap().unwrap().version, 2);
+    assert_eq!(sent.await.unwrap(), Outcome::Applied);
+}
+
+#[tokio::test]
 async fn a_server_killed_in_mid_commit_loses_nothing_that_was_acknowledged() {
     let world = World::with(Database::alone().await, |_| {}).await;
     let acknowledged: Vec<Commit> = (0..100).map(create).collect();
@@ -165,6 +189,7 @@ async fn before_the_next_batch_the_lost_backend_is_ended() {
     let holder = world.hold_shards().await;
     wire.swallow.store(true, Ordering::SeqCst);
     let lost = create(3);
+    let certain = committer.clone();
     let cut = async {
         world.until_blocked(1).await;
         // Any byte from the server ends the proxy's connection: a cancelled statement sends one.
@@ -179,6 +204,9 @@ async fn before_the_next_batch_the_lost_backend_is_ended() {
     let (outcome, ()) = futures::future::join(committer.commit(lost.clone()), cut).await;
     assert!(matches!(outcome, Outcome::Unknown { .. }), "{outcome:?}");
     wire.swallow.store(false, Ordering::SeqCst);
+    // Nobody has to send another batch for it: the fate of the last one is found out.
+    assert!(certain.certain(lost.entity.id, lost.shard).await);
+    assert!(committer.workers().iter().all(|worker| !worker.in_doubt));
     holder.rollback().await.unwrap();
     assert_eq!(committer.commit(lost).await, Outcome::Applied);
     let backends: i64 = sqlx::query_scalar(

@@ -171,15 +171,19 @@ async fn orphans_come_in_the_order_of_commits_and_unreadable_ones_are_passed_ove
         .await
         .unwrap();
     let shards = [Shard(0), Shard(1)];
-    let orphans = world.reads().orphans(&shards, Duration::ZERO, &[], 100).await.unwrap();
+    let foreign = world.reads().orphans(&[Shard(1)], Duration::ZERO, &[], 1).await.unwrap();
+    assert_eq!((foreign.rows.len(), foreign.foreign.len()), (0, 1), "it takes the place of what comes after it");
+    let behind = world.reads().orphans(&[Shard(1)], Duration::ZERO, &foreign.foreign, 1).await.unwrap();
+    assert!(behind.foreign.is_empty(), "once it is named it does not: {behind:?}");
+    let orphans = world.reads().orphans(&shards, Duration::ZERO, &[], 100).await.unwrap().rows;
     assert_eq!(
         orphans.iter().map(|row| row.id).collect::<Vec<_>>(),
         commit.outbox.iter().map(|(id, _)| *id).collect::<Vec<_>>()
     );
-    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, &[], 2).await.unwrap().len(), 2);
-    let without = world.reads().orphans(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap();
+    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, &[], 2).await.unwrap().rows.len(), 2);
+    let without = world.reads().orphans(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap().rows;
     assert_eq!(without, orphans[1..3]);
-    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), &[], 100).await.unwrap().len(), 0);
+    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), &[], 100).await.unwrap().rows.len(), 0);
 }
 
 #[tokio::test]

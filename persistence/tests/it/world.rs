@@ -7,6 +7,7 @@ use domain::event::Event;
 use domain::id::{CommandId, EntityRef, EventId, Kind, MemberId, Shard, SkuId};
 use domain::machine::{Keys, Timestamp};
 use persistence::committer::CommitterMetrics;
+use persistence::read::{Waiting, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
 use sqlx::PgPool;
 use std::time::Duration;
@@ -17,7 +18,7 @@ pub(crate) struct World {
     pub(crate) db: Database,
     pub(crate) me: MemberId,
     pub(crate) committer: Committer,
-    pub(crate) published: mpsc::Receiver<Vec<OutboxRow>>,
+    pub(crate) published: mpsc::Receiver<OutboxRow>,
     pub(crate) registry: prometheus::Registry,
 }
 
@@ -47,6 +48,12 @@ impl World {
 
     pub(crate) fn reads(&self) -> Reads {
         Reads::new(self.db.pool.clone())
+    }
+
+    /// What an entity waits for, as the supervision tree reads it.
+    pub(crate) async fn waiting(&self, entity: EntityRef) -> Waiting {
+        let wanted = WaitingFilter { ids: Some(vec![entity.id]), ..WaitingFilter::default() };
+        self.reads().waiting(&wanted, 1).await.unwrap().remove(0)
     }
 
     pub(crate) fn cluster(&self) -> Cluster {

@@ -158,19 +158,24 @@ impl Bus {
         self.say("gpuaas.cluster.changed", Vec::new()).await;
     }
 
-    /// Serves commands for `shard` until `until`, and then those that were sent before that was known.
+    /// Serves commands for `shard` until `until`, and then those that were sent before that was known. Where it ends before, `until` is
+    /// cancelled.
     pub fn serve_shard(&self, shard: Shard, directory: Directory, until: CancellationToken) {
         let client = self.client.clone();
         let places = Arc::new(Semaphore::new(AT_ONCE));
         // Subscribed in a task of its own: without a connection this waits, and nothing else must.
         tokio::spawn(async move {
+            // However it ends: it is seen by that token, and begun again.
+            let _over = until.clone().drop_guard();
             let subscribed = tokio::select! {
                 () = until.cancelled() => return,
                 subscribed = client.subscribe(subject_of(shard)) => subscribed,
             };
             let mut commands = match subscribed {
                 Ok(commands) => commands,
-                Err(error) => return tracing::error!(%error, %shard, "commands for the shard cannot be heard"),
+                Err(error) => {
+                    return tracing::warn!(%error, %shard, "commands for the shard cannot be heard; trying again");
+                }
             };
             let mut draining = false;
             loop {

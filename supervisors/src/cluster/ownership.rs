@@ -260,11 +260,12 @@ impl Owner {
             return;
         }
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        serving.entry(shard).or_insert_with(|| {
+        // One that has ended by itself hears nothing any more.
+        if serving.get(&shard).is_none_or(CancellationToken::is_cancelled) {
             let until = CancellationToken::new();
             self.bus.serve_shard(shard, self.directory.clone(), until.clone());
-            until
-        });
+            serving.insert(shard, until);
+        }
     }
 
     /// This member may not answer from its memory any more: another may own its shards by now, and must be the only one heard.

@@ -95,9 +95,12 @@ impl MainJob<'_> {
         agents: &AgentSettings,
     ) -> anyhow::Result<(String, AgentProcess)> {
         let begin = Instant::now();
+        // An agent with an sshd of its own is met on this machine.
+        let ssh_port = agents.system.as_ref().and_then(|system| system.ssh_port);
+        let host = if ssh_port.is_some() { "127.0.0.1".to_owned() } else { format!("{name}.internal") };
         let node = json!({
-            "host": format!("{name}.internal"),
-            "port": 22,
+            "host": host,
+            "port": ssh_port.unwrap_or(22),
             "ssh_username": "gpuaas",
             "ssh_public_key": ssh_public_key(name),
             "sku": sku,
@@ -167,7 +170,11 @@ impl MainJob<'_> {
         let node_id = text(&active, "node_id")?;
         let ssh = &active["ssh"];
         let login = format!("{}@{}", ssh["username"].as_str().unwrap_or("-"), ssh["host"].as_str().unwrap_or("-"));
-        self.listener.done(&format!("allocation active: {devices} GPUs, ssh {login}"), begin.elapsed());
+        let login = match ssh["host_key_fingerprint"].as_str() {
+            Some(fingerprint) => format!("ssh -p {} {login} (host key {fingerprint})", ssh["port"]),
+            None => format!("ssh {login}"),
+        };
+        self.listener.done(&format!("allocation active: {devices} GPUs, {login}"), begin.elapsed());
 
         let begin = Instant::now();
         self.user.post(&format!("{path}/release"), &json!({})).await?;

@@ -1,16 +1,18 @@
 //! Checks in production what must always hold (design 2): a few entities of this process's shards at a time, over and over, each
 //! time in one snapshot of the database, by the predicates that the property tests use.
 //!
-//! From the database I1, I2 and I8 can be judged. I3 is money's ledger; I4 to I7 are held by what a commit refuses, and leave
-//! nothing behind by which a breach would show: a counter for them could not move, and there is none.
+//! From the database I1, I2, I6, I7 and I8 can be judged. I3 is money's ledger; I4 and I5 are held by what a commit refuses and by the
+//! agent's journal, and leave nothing behind by which a breach would show: a counter for them could not move, and there is none. Of I6
+//! it can be seen that what is gone has nothing left; that nobody is answered any more is for the tests.
 
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
+use domain::service_account::ServiceAccount;
 use domain::{AllocationId, Kind, NodeId, Shard};
-use persistence::read::{Cursor, Inspected};
+use persistence::read::{Cursor, Inspected, Inspection};
 use persistence::{Reads, StoreError};
 use prometheus::{IntCounterVec, Opts, Registry};
 use serde::de::DeserializeOwned;
@@ -24,7 +26,7 @@ const TURN: Duration = Duration::from_secs(2);
 /// Entities of each kind in one turn.
 const AT_A_TIME: u32 = 100;
 
-const JUDGED: [&str; 3] = ["I1", "I2", "I8"];
+const JUDGED: [&str; 5] = ["I1", "I2", "I6", "I7", "I8"];
 
 /// What was checked, and what was found broken.
 pub struct Auditor {
@@ -56,55 +58,63 @@ impl Auditor {
     pub async fn run(&self, host: Arc<Host>) -> anyhow::Result<()> {
         let mut turn = interval(TURN);
         turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut nodes, mut allocations) = (None, None);
+        let mut places: BTreeMap<Kind, Option<Cursor>> = Kind::ALL.iter().map(|kind| (*kind, None)).collect();
         loop {
             turn.tick().await;
             let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
             if shards.is_empty() {
                 continue;
             }
-            // After the last comes the first again.
-            match self.look_at_nodes(&shards, nodes).await {
-                Ok(next) => nodes = next,
-                Err(error) => tracing::warn!(error = %error, "could not check the nodes' invariants"),
-            }
-            match self.look_at_allocations(&shards, allocations).await {
-                Ok(next) => allocations = next,
-                Err(error) => tracing::warn!(error = %error, "could not check the allocations' invariants"),
+            for (kind, place) in &mut places {
+                // After the last comes the first again.
+                match self.look(*kind, &shards, *place).await {
+                    Ok(next) => *place = next,
+                    Err(error) => tracing::warn!(error = %error, %kind, "could not check the invariants of entities"),
+                }
             }
         }
     }
 
-    /// Checks the nodes that come after `at`, and says how far it came.
+    /// Checks the entities of a kind that come after `at`, and says how far it came.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn look_at_nodes(&self, shards: &[Shard], at: Option<Cursor>) -> Result<Option<Cursor>, StoreError> {
-        let page = self.reads.inspect().await?.entities(Kind::Node, shards, at, AT_A_TIME).await?;
-        for row in &page.items {
-            self.judge_record(row);
-            let Some(node) = decoded::<Node>(row) else { continue };
-            self.judge("I8", row, ends(row, &node, invariant::node_is_transient(&node)));
-            let alone = BTreeMap::from([(node.id, node)]);
-            self.judge("I2", row, invariant::i2_a_gpu_has_one_tenant(&alone, &BTreeMap::new()));
+    pub async fn look(&self, kind: Kind, shards: &[Shard], at: Option<Cursor>) -> Result<Option<Cursor>, StoreError> {
+        let mut inspection = self.reads.inspect().await?;
+        let page = inspection.entities(kind, shards, at, AT_A_TIME).await?;
+        page.items.iter().for_each(|row| self.judge_record(row));
+        match kind {
+            Kind::Node => page.items.iter().for_each(|row| self.judge_node(row)),
+            Kind::Allocation => self.judge_allocations(&page.items, &mut inspection).await?,
+            Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
+            Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime => {}
         }
         Ok(page.next)
     }
 
-    /// Checks the allocations that come after `at`, against their nodes, and says how far it came.
-    ///
-    /// # Errors
-    /// [`StoreError`]
-    pub async fn look_at_allocations(
-        &self,
-        shards: &[Shard],
-        at: Option<Cursor>,
-    ) -> Result<Option<Cursor>, StoreError> {
-        let mut inspection = self.reads.inspect().await?;
-        let page = inspection.entities(Kind::Allocation, shards, at, AT_A_TIME).await?;
-        page.items.iter().for_each(|row| self.judge_record(row));
-        let allocations: Vec<_> =
-            page.items.iter().filter_map(|row| Some((row, decoded::<Allocation>(row)?))).collect();
+    fn judge_record(&self, row: &Inspected) {
+        let versions: Vec<_> = row.recorded.iter().map(|step| step.version).collect();
+        self.judge("I1", row, invariant::i1_nothing_acknowledged_is_lost(&versions, row.version));
+        let audited = |step| invariant::i7_what_people_do_is_audited(row.entity.kind, step);
+        self.judge("I7", row, row.recorded.iter().all(audited));
+    }
+
+    fn judge_node(&self, row: &Inspected) {
+        let Some(node) = decoded::<Node>(row) else { return };
+        self.judge("I8", row, ends(row, &node, invariant::node_is_transient(&node)));
+        self.judge("I6", row, invariant::i6_a_removed_node_gets_nothing(&node, &row.recorded));
+        let alone = BTreeMap::from([(node.id, node)]);
+        self.judge("I2", row, invariant::i2_a_gpu_has_one_tenant(&alone, &BTreeMap::new()));
+    }
+
+    fn judge_account(&self, row: &Inspected) {
+        let Some(account) = decoded::<ServiceAccount>(row) else { return };
+        self.judge("I6", row, invariant::i6_a_deleted_account_has_no_keys(&account));
+    }
+
+    /// Against their nodes.
+    async fn judge_allocations(&self, rows: &[Inspected], inspection: &mut Inspection) -> Result<(), StoreError> {
+        let allocations: Vec<_> = rows.iter().filter_map(|row| Some((row, decoded::<Allocation>(row)?))).collect();
         let places = allocations.iter().filter_map(|(_, allocation)| Some(allocation.place()?.0.0));
         let nodes = inspection.bodies(Kind::Node, &places.collect::<Vec<_>>()).await?;
         let nodes: BTreeMap<NodeId, Node> =
@@ -114,11 +124,7 @@ impl Auditor {
             let alone: BTreeMap<AllocationId, _> = BTreeMap::from([(allocation.id, allocation)]);
             self.judge("I2", row, invariant::each_believed_place_is_held(&nodes, &alone));
         }
-        Ok(page.next)
-    }
-
-    fn judge_record(&self, row: &Inspected) {
-        self.judge("I1", row, invariant::i1_nothing_acknowledged_is_lost(&row.recorded, row.version));
+        Ok(())
     }
 
     fn judge(&self, id: &'static str, row: &Inspected, holds: bool) {

@@ -2,7 +2,7 @@
 
 use super::reactor::consumer_name;
 use crate::cluster::bus::Bus;
-use crate::figures::ProcessFigures;
+use crate::figures::{Lag, ProcessFigures};
 use actors::Host;
 use async_nats::jetstream;
 use domain::event::Stream;
@@ -39,11 +39,11 @@ pub async fn run(figures: Arc<ProcessFigures>, host: Arc<Host>, reads: Reads, bu
     }
 }
 
-/// Events that the consumer has not been given, and those that it was given and has not settled.
-async fn lag(bus: &Bus, stream: Stream) -> anyhow::Result<u64> {
+/// What the consumer has not been given, and what it was given and has not settled.
+async fn lag(bus: &Bus, stream: Stream) -> anyhow::Result<Lag> {
     let context = jetstream::new(bus.client().clone());
     let consumer: jetstream::consumer::PullConsumer =
         context.get_consumer_from_stream(consumer_name(stream), stream.name()).await?;
     let info = consumer.cached_info();
-    Ok(info.num_pending + info.num_ack_pending as u64)
+    Ok(Lag { waiting: info.num_pending, under_way: info.num_ack_pending as u64 })
 }

@@ -12,7 +12,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 /// The pause after a first failure; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// No longer, since nobody says when a cause has ended: what waits is taken up soon after it has.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// Failures that are remembered. Beyond it the one that is due the soonest is forgotten, which costs a try.
 const REMEMBERED: usize = 4096;
@@ -155,6 +156,29 @@ mod tests {
         }
         let fresh = tried.iter().filter(|(item, _)| *item > 10).count();
         assert!((38..=41).contains(&fresh), "a new one at every turn, and not {fresh}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_an_outage_of_any_length_what_waited_is_taken_up_within_ten_seconds() {
+        for outage in [3, 60, 3600].map(Duration::from_secs) {
+            let begin = Instant::now();
+            let done: Arc<Mutex<Option<Duration>>> = Arc::default();
+            let taken_up = Arc::clone(&done);
+            let look = |passed_over: Vec<u32>| {
+                let found = if passed_over.is_empty() { vec![(1, ())] } else { Vec::new() };
+                async move { found }.boxed()
+            };
+            let work = move |()| {
+                let over = begin.elapsed() > outage;
+                if over {
+                    taken_up.lock().unwrap().get_or_insert(begin.elapsed());
+                }
+                async move { over }
+            };
+            let turns = run(Duration::from_millis(250), 8, look, work);
+            assert!(tokio::time::timeout(outage + Duration::from_secs(11), turns).await.is_err());
+            assert!(done.lock().unwrap().is_some(), "an outage of {outage:?}");
+        }
     }
 
     #[test]

@@ -21,8 +21,9 @@ use domain::tenant::Tenant;
 use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
 use futures::{FutureExt, StreamExt};
 use persistence::{Outbox, OutboxRow, Reads};
-use std::sync::Arc;
-use std::time::Duration;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 use telemetry::Trace;
 use tokio::sync::mpsc;
 use tracing::{Instrument as _, error_span, field};
@@ -45,6 +46,9 @@ const ORPHANED: Duration = Duration::from_secs(3);
 
 /// The same while NATS cannot be reached: then the poll is the only way.
 const ORPHANED_WITHOUT_BUS: Duration = Duration::from_millis(100);
+
+/// How long an event that cannot be read is passed over. A newer release may have settled it by then, or this one been replaced.
+const FOREIGN_FOR: Duration = Duration::from_secs(60);
 
 /// Carries out what follows from events.
 #[derive(Clone)]
@@ -206,10 +210,11 @@ impl Reactor {
     ///
     /// # Errors
     /// Never; what fails is tried again at the next turn.
-    pub async fn poll(&self, bus: &Bus, host: &Arc<Host>, relay: &mpsc::Sender<Vec<OutboxRow>>) -> anyhow::Result<()> {
+    pub async fn poll(&self, bus: &Bus, host: &Arc<Host>, relay: &mpsc::Sender<OutboxRow>) -> anyhow::Result<()> {
+        let foreign: Arc<Mutex<Foreign>> = Arc::default();
         let look = |passed_over: Vec<EventId>| {
-            let (reactor, bus, host) = (self.clone(), bus.clone(), Arc::clone(host));
-            async move { reactor.overdue(&bus, &host, &passed_over).await }.boxed()
+            let (reactor, bus, host, foreign) = (self.clone(), bus.clone(), Arc::clone(host), Arc::clone(&foreign));
+            async move { reactor.overdue(&bus, &host, passed_over, &foreign).await }.boxed()
         };
         let work = |row: OutboxRow| {
             let (reactor, bus, relay) = (self.clone(), bus.clone(), relay.clone());
@@ -219,11 +224,21 @@ impl Reactor {
         Ok(())
     }
 
-    async fn overdue(&self, bus: &Bus, host: &Host, passed_over: &[EventId]) -> Vec<(EventId, OutboxRow)> {
+    async fn overdue(
+        &self,
+        bus: &Bus,
+        host: &Host,
+        mut passed_over: Vec<EventId>,
+        foreign: &Mutex<Foreign>,
+    ) -> Vec<(EventId, OutboxRow)> {
+        passed_over.extend(lock(foreign).passed_over(Instant::now()));
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         let age = if bus.is_connected() { ORPHANED } else { ORPHANED_WITHOUT_BUS };
-        match self.reads.orphans(&shards, age, passed_over, IN_ONE_SHARD).await {
-            Ok(rows) => rows.into_iter().map(|row| (row.id, row)).collect(),
+        match self.reads.orphans(&shards, age, &passed_over, IN_ONE_SHARD).await {
+            Ok(orphans) => {
+                lock(foreign).note(orphans.foreign, Instant::now());
+                orphans.rows.into_iter().map(|row| (row.id, row)).collect()
+            }
             Err(error) => {
                 tracing::warn!(error = %error, "could not look for orphaned events");
                 Vec::new()
@@ -232,11 +247,11 @@ impl Reactor {
     }
 
     /// Whether the row is gone by now.
-    async fn take_up(&self, row: OutboxRow, bus: &Bus, relay: &mpsc::Sender<Vec<OutboxRow>>) -> bool {
+    async fn take_up(&self, row: OutboxRow, bus: &Bus, relay: &mpsc::Sender<OutboxRow>) -> bool {
         if row.event.reaction() == Reaction::Nothing {
             if bus.is_connected() {
                 // Full: it is found again, as it is where the broker does not acknowledge it.
-                let _ = relay.try_send(vec![row]);
+                let _ = relay.try_send(row);
             }
             return false;
         }
@@ -258,6 +273,33 @@ impl Reactor {
             }
         }
     }
+}
+
+/// Events that this release cannot read: they are looked at now and then, and hide nothing that comes after them.
+#[derive(Default)]
+struct Foreign {
+    ids: BTreeSet<EventId>,
+    since: Option<Instant>,
+}
+
+impl Foreign {
+    fn passed_over(&mut self, now: Instant) -> impl Iterator<Item = EventId> {
+        if self.since.is_some_and(|since| now.duration_since(since) >= FOREIGN_FOR) {
+            *self = Self::default();
+        }
+        self.ids.iter().copied()
+    }
+
+    fn note(&mut self, ids: Vec<EventId>, now: Instant) {
+        if !ids.is_empty() {
+            self.since.get_or_insert(now);
+            self.ids.extend(ids);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The durable consumer that turns a stream's events into commands.

@@ -19,6 +19,9 @@ use tokio::task::{JoinHandle, JoinSet};
 /// Acknowledgements that are waited for at once. The client blocks at 5,000.
 const WINDOW: usize = 1024;
 
+/// Events that are taken out of the queue at once.
+const AT_ONCE: usize = 128;
+
 /// Events are for those who watch; what must happen stands in the outbox. A day is more than any consumer is behind.
 const KEPT: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -26,12 +29,12 @@ const KEPT: Duration = Duration::from_secs(24 * 60 * 60);
 pub struct Relay {
     bus: Bus,
     outbox: Outbox,
-    rows: Mutex<mpsc::Receiver<Vec<OutboxRow>>>,
+    rows: Mutex<mpsc::Receiver<OutboxRow>>,
 }
 
 impl Relay {
     #[must_use]
-    pub fn new(bus: Bus, outbox: Outbox, rows: mpsc::Receiver<Vec<OutboxRow>>) -> Self {
+    pub fn new(bus: Bus, outbox: Outbox, rows: mpsc::Receiver<OutboxRow>) -> Self {
         Self { bus, outbox, rows: Mutex::new(rows) }
     }
 
@@ -48,6 +51,7 @@ impl Relay {
         let mut settled: Vec<EventId> = Vec::new();
         // Rows go beside the publishing, as many at once as have come together.
         let mut settling: Option<JoinHandle<()>> = None;
+        let mut taken = Vec::with_capacity(AT_ONCE);
         loop {
             if settling.is_none() && !settled.is_empty() {
                 settling = Some(tokio::spawn(settle(self.outbox.clone(), std::mem::take(&mut settled))));
@@ -64,13 +68,13 @@ impl Relay {
                 () = settling.as_mut().map_or_else(|| std::future::pending().right_future(), |it| it.map(drop).left_future()) => {
                     settling = None;
                 }
-                batch = rows.recv(), if acknowledgements.len() < WINDOW => {
-                    let Some(batch) = batch else { return Ok(()) };
-                    if !self.bus.is_connected() {
-                        // The poll finds them, and carries them out without NATS.
-                        continue;
+                count = rows.recv_many(&mut taken, AT_ONCE), if acknowledgements.len() < WINDOW => {
+                    if count == 0 {
+                        return Ok(());
                     }
-                    for row in batch {
+                    // Without NATS the poll finds them, and carries them out.
+                    let published = if self.bus.is_connected() { count } else { 0 };
+                    for row in taken.drain(..).take(published) {
                         publish(&context, row, &mut acknowledgements).await;
                     }
                 }

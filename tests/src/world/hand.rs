@@ -217,7 +217,7 @@ impl HandAgent {
     pub fn success(&self, task: &TaskPayload) -> TaskResult {
         let proof = match &task.task {
             Task::Release(release) => Some(self.proof(task, release.allocation_id)),
-            Task::Provision(_) | Task::Validate {} => None,
+            Task::Provision(_) | Task::Validate {} | Task::Diagnose {} | Task::Reboot(_) => None,
         };
         let now = Utc::now();
         TaskResult {
@@ -297,6 +297,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> Inventory {
         gpus: (0..gpus).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 

@@ -145,6 +145,7 @@ impl Plan {
             logs: logs.clone(),
             gpus: simulated(GPUS),
             flags: Vec::new(),
+            system: None,
         };
         let mut secrets = Vec::new();
         let mut caller = |username: &str| -> anyhow::Result<Client> {

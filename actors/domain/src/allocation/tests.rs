@@ -50,6 +50,7 @@ fn placed() -> Placed {
         port: 22,
         user_name: "gpu-1".into(),
         region_code: "eu".into(),
+        host_fingerprint: None,
     }
 }
 

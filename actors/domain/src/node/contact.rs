@@ -1,7 +1,7 @@
 //! What is heard of a node: polls, heartbeats, what the machine consists of, and silence.
 
-use super::{Life, Node, Rejection, Reply};
-use crate::audit::AuditAction;
+use super::{INVENTORY_MISMATCH, Life, Node, Rejection, Reply};
+use crate::audit::{Audit, AuditAction};
 use crate::machine::{Ctx, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -33,6 +33,9 @@ pub struct Inventory {
     pub cpu_cores: u32,
     pub memory_mib: u64,
     pub storage_gib: u64,
+    /// The host key that tenants meet when they come in by SSH, in OpenSSH's `SHA256:` form.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_fingerprint: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,6 +86,21 @@ impl Node {
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
+        let restarted = self.restarted(&from.boot_id);
+        let step = self.heard(&from, inventory, health, ctx);
+        Ok(restarted.into_iter().fold(step, Step::audit))
+    }
+
+    /// The audit row of a machine that speaks from another boot than before. Its allocations are kept: their files, logins and devices
+    /// outlive a restart, their processes do not.
+    pub(super) fn restarted(&self, boot_id: &str) -> Option<Audit> {
+        let was = &self.seen.as_ref().filter(|seen| seen.boot_id != boot_id)?.boot_id;
+        let allocations: Vec<_> = self.holds.keys().collect();
+        let metadata = json!({ "boot_id": boot_id, "boot_id_before": was, "allocations": allocations });
+        Some(self.audit(AuditAction::NodesRestart, metadata))
+    }
+
+    fn heard(&self, from: &Seen, inventory: Inventory, health: Health, ctx: &Ctx<'_>) -> Step<Self> {
         let offline_after = ctx.policy.int(Key::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
         let mut next = self.clone();
@@ -98,15 +116,15 @@ impl Node {
                 ctx,
             );
             let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "health_critical" }));
-            return Ok(Step::to(next, reply, "critical health").event(event).audit(audit));
+            return Step::to(next, reply, "critical health").event(event).audit(audit);
         }
         if let (Life::Active | Life::Offline | Life::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
             let was = Box::new(next.life.clone());
             let event = next.enter(Life::Quarantined { was }, "inventory_drift", &why, ctx);
             let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "inventory_drift" }));
-            return Ok(Step::to(next, reply, why).event(event).audit(audit));
+            return Step::to(next, reply, why).event(event).audit(audit);
         }
-        Ok(self.after_contact(next, reply, ctx))
+        self.after_contact(next, reply, ctx)
     }
 
     /// A contact is worth a commit where it changes what others see of the node, or where the last written one grows old.
@@ -117,14 +135,20 @@ impl Node {
                 let audit = self.audit(AuditAction::NodesActivate, json!({}));
                 Step::to(next, reply, "the agent polled with its certificate").event(event).audit(audit)
             }
-            (Life::Enrolling { .. }, Some(why)) if self.reason.code != "inventory_mismatch" => {
-                next.reason = super::Reason { code: "inventory_mismatch".to_owned(), message: why.clone() };
+            (Life::Enrolling { .. }, Some(why)) if self.reason.message != why => {
+                next.reason = super::Reason { code: INVENTORY_MISMATCH.to_owned(), message: why.clone() };
                 Step::to(next, reply, why)
             }
             (Life::Offline, _) => {
-                let event = next.enter(Life::Active, "heard_again", "The agent was heard again.", ctx);
-                let audit = self.audit(AuditAction::NodesFind, json!({}));
-                Step::to(next, reply, "the agent was heard again").event(event).audit(audit)
+                let boot_of = |node: &Self| node.seen.as_ref().map(|seen| seen.boot_id.clone());
+                let (code, message) = if boot_of(self) == boot_of(&next) {
+                    ("heard_again", "The agent was heard again.")
+                } else {
+                    ("restarted", "The machine was started anew; its allocations are kept.")
+                };
+                let event = next.enter(Life::Active, code, message, ctx);
+                let audit = self.audit(AuditAction::NodesFind, json!({ "code": code }));
+                Step::to(next, reply, message).event(event).audit(audit)
             }
             (
                 Life::Registered

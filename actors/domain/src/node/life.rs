@@ -79,12 +79,13 @@ impl Node {
             (Life::Removing { .. } | Life::Removed, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
             (Life::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
             // What never was active has nothing to retire from.
-            (Life::Retired | Life::Registered | Life::BootstrapIssued { .. }, None) => {
+            (Life::Retired | Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. }, None) => {
                 let mut next = self.clone();
                 next.identity.token = None;
                 next.identity.certificates.clear();
                 next.holds.clear();
                 next.fenced_by.clear();
+                next.tasks.clear();
                 let message = "Its identity is void; its connections are being closed.";
                 let event = next.enter(Life::Removing { until: ctx.now + REMOVING }, "removing", message, ctx);
                 let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));

@@ -88,6 +88,7 @@ impl Node {
             health: Health::default(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
+            tasks: BTreeMap::new(),
             refusals: Refusals::default(),
         };
         let event = Event::NodeStateChanged {

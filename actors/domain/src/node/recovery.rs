@@ -125,6 +125,7 @@ impl Node {
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left };
         let step = Step::to(next, reply, "the agent recovered its identity").audit(audit);
         // What speaks with an older certificate is answered no more.
+        let step = self.restarted(&shown.boot_id).into_iter().fold(step, Step::audit);
         event.into_iter().fold(step, Step::event).effect(Effect::CloseNode(self.id))
     }
 

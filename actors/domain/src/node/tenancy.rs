@@ -7,8 +7,9 @@ use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
 use crate::machine::{Ctx, Effect, Origin, Step, Timestamp};
+use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +20,9 @@ pub struct Hold {
     /// When the node asks again whether the allocation wants it.
     #[serde(default)]
     pub again: Option<Again>,
+    /// What the last clean-up attempt left, in the agent's words.
+    #[serde(default)]
+    pub remains: Option<String>,
 }
 
 impl Hold {
@@ -81,17 +85,43 @@ pub struct Work {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     pub work: Work,
+    pub what: What,
+}
+
+impl Order {
+    /// The allocation that it is about, if any.
+    #[must_use]
+    pub const fn allocation_id(&self) -> Option<AllocationId> {
+        match &self.what {
+            What::Provision { place, .. } | What::Release { place } => Some(place.allocation_id),
+            What::OfNode { .. } => None,
+        }
+    }
+}
+
+/// A tenant's place on the node, as the agent makes it and removes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
     pub allocation_id: AllocationId,
     pub placed: Placed,
     pub sku: String,
-    pub what: What,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
-    Provision { keys: Vec<AuthorizedKey> },
-    Release,
+    Provision {
+        place: Place,
+        keys: Vec<AuthorizedKey>,
+    },
+    Release {
+        place: Place,
+    },
+    /// Of the node itself, ordered by an administrator while the machine was in this boot.
+    OfNode {
+        task_type: TaskType,
+        boot_id: Option<String>,
+    },
 }
 
 /// What the agent says came of a task. The edge has verified the signature of a clean-up proof before it says `clean`.
@@ -132,10 +162,14 @@ impl Node {
             port: self.registration.port,
             user_name: user_name(allocation_id),
             region_code: self.registration.region_code.clone(),
+            host_fingerprint: self.inventory.as_ref().and_then(|inventory| inventory.host_fingerprint.clone()),
         };
         let mut next = self.clone();
         let again = Some(Again::first(ctx.now));
-        next.holds.insert(allocation_id, Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again });
+        next.holds.insert(
+            allocation_id,
+            Hold { placed: placed.clone(), keys, phase: HoldPhase::Reserved, again, remains: None },
+        );
         debug_assert!(crate::invariant::each_gpu_is_held_once(&next));
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
         let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
@@ -162,8 +196,9 @@ impl Node {
             .holds
             .iter()
             .find(|(_, hold)| matches!(hold.phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. }));
-        if let Some((allocation_id, _)) = unproven {
-            return Some(format!("the clean-up of allocation {allocation_id} is not proved"));
+        if let Some((allocation_id, hold)) = unproven {
+            let remains = hold.remains.as_ref().map(|remains| format!(": {remains}")).unwrap_or_default();
+            return Some(format!("the clean-up of allocation {allocation_id} is not proved{remains}"));
         }
         let isolates = self.inventory.as_ref().is_some_and(|inventory| inventory.isolates_devices);
         if !isolates && !self.holds.is_empty() {
@@ -392,26 +427,27 @@ impl Node {
 
     /// The work that waits for the agent, oldest first.
     pub(super) fn orders(&self) -> Vec<Order> {
-        let mut orders: Vec<_> = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold)).collect();
+        let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold));
+        let mut orders: Vec<_> = of_tenants.chain(self.own_orders()).collect();
         orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
         orders
     }
 
     fn order(&self, allocation_id: AllocationId, hold: &Hold) -> Option<Order> {
+        let place = || Place { allocation_id, placed: hold.placed.clone(), sku: self.registration.sku.name.clone() };
         let (work, what) = match &hold.phase {
             // A node that is out of service, or waits for a clean-up proof, gets every task but this one.
             HoldPhase::Provisioning { work } if self.in_service() && !self.has_unproven() => {
-                (work, What::Provision { keys: hold.keys.clone() })
+                (work, What::Provision { place: place(), keys: hold.keys.clone() })
             }
-            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => (work, What::Release),
+            HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => (work, What::Release { place: place() }),
             HoldPhase::Provisioning { .. }
             | HoldPhase::Reserved
             | HoldPhase::Ready
             | HoldPhase::SetupFailed { .. }
             | HoldPhase::ReleaseFailed { .. } => return None,
         };
-        let sku = self.registration.sku.name.clone();
-        Some(Order { work: work.clone(), allocation_id, placed: hold.placed.clone(), sku, what })
+        Some(Order { work: work.clone(), what })
     }
 
     /// Does it do what tenants ask of it? Quarantined, it only cleans up.
@@ -436,12 +472,15 @@ impl Node {
     pub(super) fn report(
         &self,
         serial: &str,
-        task_id: TaskId,
-        attempt: u32,
+        (task_id, attempt): (TaskId, u32),
         verdict: Verdict,
+        output: Option<Value>,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
+        if self.tasks.contains_key(&task_id) {
+            return self.task_reported(task_id, attempt, verdict, output, ctx);
+        }
         let found = self.holds.iter().find_map(|(id, hold)| match &hold.phase {
             HoldPhase::Provisioning { work }
             | HoldPhase::Releasing { work }
@@ -510,6 +549,7 @@ impl Node {
         };
         let mut next = self.clone();
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
+            hold.remains = Some(detail.clone());
             hold.phase = match &hold.phase {
                 HoldPhase::Releasing { work } => HoldPhase::ReleaseFailed { work: work.clone() },
                 // Nobody will ask again: it is offered anew.

@@ -4,6 +4,7 @@
 
 mod life;
 mod recovery;
+mod tasks;
 mod tenants;
 
 use super::*;
@@ -79,6 +80,7 @@ fn inventory(gpus: u32) -> Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
 
@@ -157,6 +159,10 @@ fn poll() -> Command {
 
 fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Command {
     Command::Reserve { allocation_id, gpu_count, keys: Vec::new() }
+}
+
+fn order_task(task_type: TaskType) -> Command {
+    Command::OrderTask { task_type, reason: "r".into() }
 }
 
 fn retire(drain: bool) -> Command {
@@ -347,7 +353,7 @@ impl Story {
     }
 
     fn report(&self, attempt: u32, verdict: Verdict) -> Command {
-        Command::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict }
+        Command::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
     }
 
     #[track_caller]
@@ -385,7 +391,8 @@ impl Story {
         let Reply::Work { orders } = step.reply else { panic!("{:?}", step.reply) };
         let what = |order: Order| match order.what {
             What::Provision { .. } => "provision",
-            What::Release => "release",
+            What::Release { .. } => "release",
+            What::OfNode { task_type, .. } => task_type.name(),
         };
         orders.into_iter().map(what).collect()
     }
@@ -433,6 +440,8 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("remove", admin(), Command::Remove { reason: reason() }),
         ("quarantine", admin(), Command::Quarantine { reason: reason() }),
         ("release_quarantine", admin(), Command::ReleaseQuarantine { reason: reason() }),
+        ("order_task", admin(), order_task(TaskType::NodeReboot)),
+        ("order_task that follows from something", admin(), order_task(TaskType::AllocationProvision)),
         ("enroll", agent(), enrollment()),
         ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment()),
         ("recover", agent(), recover(recovery(2))),

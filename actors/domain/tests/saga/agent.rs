@@ -52,33 +52,34 @@ impl Agent {
         }
         let failed = |code: &str| Verdict::Failed { code: code.to_owned(), message: format!("{code}, by bad luck") };
         let verdict = match order.what {
-            What::Provision { .. } if self.cleaned.contains(&order.allocation_id) => failed("cleaned_up_before"),
+            What::Provision { place, .. } if self.cleaned.contains(&place.allocation_id) => failed("cleaned_up_before"),
             What::Provision { .. } if now >= order.work.deadline_at => failed("too_late"),
-            What::Provision { .. } => {
+            What::Provision { place, .. } => {
                 *self.effects.entry(task).or_default() += 1;
-                let gpus = order.placed.devices.iter().map(|device| device.uuid.clone()).collect();
+                let gpus = place.placed.devices.iter().map(|device| device.uuid.clone()).collect();
                 // Even where it fails, something may be there.
-                self.tenants.insert(order.allocation_id, gpus);
+                self.tenants.insert(place.allocation_id, gpus);
                 if luck.is_multiple_of(4) {
                     failed("setup")
                 } else {
-                    self.ready.insert(order.allocation_id);
+                    self.ready.insert(place.allocation_id);
                     Verdict::Succeeded { proof: None }
                 }
             }
-            What::Release => {
+            What::Release { place } => {
                 *self.effects.entry(task).or_default() += 1;
-                self.cleaned.insert(order.allocation_id);
-                self.ready.remove(&order.allocation_id);
+                self.cleaned.insert(place.allocation_id);
+                self.ready.remove(&place.allocation_id);
                 match luck % 6 {
                     0 | 1 => failed("remains"),
                     2 => Verdict::Succeeded { proof: None },
                     _ => {
-                        self.tenants.remove(&order.allocation_id);
-                        Verdict::Succeeded { proof: Some(order.allocation_id) }
+                        self.tenants.remove(&place.allocation_id);
+                        Verdict::Succeeded { proof: Some(place.allocation_id) }
                     }
                 }
             }
+            What::OfNode { .. } => Verdict::Succeeded { proof: None },
         };
         self.results.push((task.0, task.1, verdict));
     }

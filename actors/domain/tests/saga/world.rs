@@ -485,7 +485,7 @@ impl World {
         }
         let serial = agent.serial.clone();
         let before = self.nodes[&id].clone();
-        let command = node::Command::Report { serial, task_id, attempt, verdict };
+        let command = node::Command::Report { serial, task_id, attempt, verdict, output: None };
         match self.tell_node(id, &Principal::Node(id), command) {
             Ok(_) => {}
             // Told twice, or too late: the agent forgets it either way.
@@ -613,5 +613,6 @@ fn inventory(id: NodeId, gpus: u32) -> node::Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }

@@ -7,9 +7,9 @@ use domain::commit::Footing;
 use domain::event::Device;
 use domain::machine::Ctx;
 use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
-use domain::node::{Registration, Seen, TokenCause, Verdict, What, Work};
+use domain::node::{NodeTask, Place, Registration, Seen, TaskPhase, TokenCause, Verdict, What, Work};
 use domain::policy::PolicyBook;
-use domain::{AllocationId, NodeId, TaskId, Timestamp, TokenId, bindings, sku, tenant};
+use domain::{AllocationId, NodeId, TaskId, TaskType, Timestamp, TokenId, bindings, sku, tenant};
 use domain::{allocation::Allocation, bindings::Bindings, node::Node, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
@@ -84,6 +84,7 @@ fn placed() -> Placed {
         port: 22,
         user_name: "t1".into(),
         region_code: "eu".into(),
+        host_fingerprint: Some("SHA256:x".into()),
     }
 }
 
@@ -137,6 +138,7 @@ fn inventory() -> Inventory {
         cpu_cores: 8,
         memory_mib: 64_000,
         storage_gib: 1_000,
+        host_fingerprint: None,
     }
 }
 
@@ -211,12 +213,15 @@ fn node_commands() -> Vec<node::Command> {
             inventory: Box::new(inventory()),
             health: Box::new(health),
         },
-        Command::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed },
+        Command::OrderTask { task_type: TaskType::NodeReboot, reason: text() },
+        Command::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() },
+        Command::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None },
         Command::Report {
             serial: "0a".into(),
             task_id: TaskId(ALLOCATION),
             attempt: 2,
             verdict: Verdict::Succeeded { proof: Some(TENANT) },
+            output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
         },
         Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys },
         Command::Unreserve { allocation_id: TENANT },
@@ -248,6 +253,9 @@ fn node_rejections() -> Vec<node::Rejection> {
         Rejection::Fenced { allocation_id: TENANT },
         Rejection::ForeignNode { id: NODE },
         Rejection::TaskUnknown,
+        Rejection::NotOrdered { task_type: TaskType::AgentUpdate },
+        Rejection::TooManyTasks { limit: 8 },
+        Rejection::TaskDoesNotWait { why: text() },
         Rejection::StaleAttempt { given: 1, current: 2 },
         Rejection::NotSchedulable { why: text() },
         Rejection::NotEnoughGpus { free: 1, wanted: 2 },
@@ -266,19 +274,32 @@ fn of_a_node() {
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
     node.inventory = Some(inventory());
     let work = Work { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at(), origin: None };
-    let order = |what| Order { work: work.clone(), allocation_id: TENANT, placed: placed(), sku: "h100".into(), what };
+    let order = |what| Order { work: work.clone(), what };
+    let place = || Place { allocation_id: TENANT, placed: placed(), sku: "h100".into() };
     let hold = node::Hold {
         placed: placed(),
         keys: request().ssh_keys,
         phase: node::HoldPhase::Releasing { work: work.clone() },
         again: None,
+        remains: Some(text()),
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
-    let orders = vec![order(What::Release), order(What::Provision { keys: request().ssh_keys })];
+    let ended = TaskPhase::Ended { at: at(), verdict: Verdict::Succeeded { proof: None }, output: Some(json!([1])) };
+    for (n, phase) in [TaskPhase::Open, TaskPhase::AwaitsOperator { since: at() }, ended].into_iter().enumerate() {
+        let task =
+            NodeTask { task_type: TaskType::NodeReboot, work: work.clone(), boot_id: Some("boot".into()), phase };
+        node.tasks.insert(TaskId(Uuid::from_u128(n as u128)), task);
+    }
+    let orders = vec![
+        order(What::Release { place: place() }),
+        order(What::Provision { place: place(), keys: request().ssh_keys }),
+        order(What::OfNode { task_type: TaskType::NodeValidate, boot_id: None }),
+    ];
     let replies = [
         reply,
-        Reply::Node { node: Box::new(node) },
+        Reply::Node { node: Box::new(node.clone()) },
+        Reply::Task { task_id: TaskId(ALLOCATION), node: Box::new(node) },
         Reply::TokenIssued { expires_at: at() },
         Reply::Enrolled { identity_generation: 1, recoveries_left: 5 },
         Reply::Work { orders },
@@ -388,6 +409,17 @@ fn of_bindings() {
         Command::Tick,
     ];
     survives::<Bindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
+}
+
+#[test]
+fn of_a_part_of_the_cluster() {
+    use domain::runtime::{Command, Noted, Operated, Part, Rejection};
+    let entity = EntityRef { kind: domain::Kind::Node, id: NODE.0 };
+    let member = domain::MemberId(Uuid::from_u128(3));
+    let parts = [Part::Entity { entity }, Part::Worker { member, worker: text() }];
+    let restart = |what: Part| Command::Restart { what, reason: Some(text()) };
+    let commands = parts.into_iter().map(restart).chain([Command::Tick]).collect();
+    survives::<Operated>(commands, [Noted], [Rejection::AnotherPart]);
 }
 
 #[test]

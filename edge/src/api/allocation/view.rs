@@ -102,6 +102,8 @@ pub(in crate::api) struct SshView {
     host: String,
     port: u16,
     username: String,
+    /// Of the host key to expect, in OpenSSH's `SHA256:` form; null where the node's agent has none of its own to tell.
+    host_key_fingerprint: Option<String>,
     /// Of the keys that open it, in OpenSSH's `SHA256:` form.
     key_fingerprints: Vec<String>,
 }
@@ -199,6 +201,7 @@ impl SshView {
                 host: placed.host.clone(),
                 port: placed.port,
                 username: placed.user_name.clone(),
+                host_key_fingerprint: placed.host_fingerprint.clone(),
                 key_fingerprints: it.asked.ssh_keys.iter().map(|key| key.fingerprint.clone()).collect(),
             }),
             Phase::Requested { .. }

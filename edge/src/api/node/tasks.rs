@@ -1,18 +1,24 @@
-//! The work of a node's agent: what is open, and what it has reported on.
+//! The work of a node's agent: what is open, what it has reported on, and what an operator orders and resumes.
 
+use actors::Answered;
 use axum::Json;
 use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::node::{Hold, HoldPhase, Node, Work};
-use domain::{AllocationId, Timestamp};
+use domain::node::{Command, Hold, HoldPhase, Node, NodeTask, Reply, TaskPhase, Verdict, Work};
+use domain::{AllocationId, TaskId, TaskType, Timestamp};
 use persistence::read::HistoryRow;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::api::asking::ByAdmin;
+use super::unexpected;
+use crate::api::asking::{ByAdmin, replayed};
+use crate::api::field::{Because, Reason};
 use crate::api::stored::find;
-use crate::body::Path;
+use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::services::Services;
 
@@ -26,6 +32,8 @@ const SEARCHED: u32 = 1000;
 pub(in crate::api) struct NodeTasks {
     /// Work that the agent has not reported on, and clean-ups that failed and are to be tried again, oldest first.
     open: Vec<TaskView>,
+    /// What came of the tasks of the node itself that ended last, oldest first.
+    ended: Vec<EndedView>,
     /// What the agent reported, newest first: at most 50 reports out of the node's latest 1000 transitions.
     reports: Vec<ReportView>,
 }
@@ -38,7 +46,8 @@ pub(in crate::api) struct TaskView {
     #[serde(rename = "type")]
     task_type: &'static str,
     state: TaskState,
-    allocation_id: Uuid,
+    /// Null of a task of the node itself.
+    allocation_id: Option<Uuid>,
     attempt: u32,
     ordered_at: DateTime<Utc>,
     deadline_at: DateTime<Utc>,
@@ -53,6 +62,69 @@ pub(in crate::api) enum TaskState {
     Open,
     /// Failed; the next attempt is the allocation's to ask.
     Failed,
+    /// Not reported on in time, and its type must not happen twice: look at the machine, then resume it.
+    AwaitsOperator,
+    /// The agent has reported on it.
+    Ended,
+}
+
+/// What came of a task of the node itself.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeTaskOutcome)]
+pub(in crate::api) struct EndedView {
+    task_id: Uuid,
+    /// As `diagnostics.collect`.
+    #[serde(rename = "type")]
+    task_type: &'static str,
+    attempt: u32,
+    ended_at: DateTime<Utc>,
+    succeeded: bool,
+    /// Why it failed: a code and the agent's words. Null where it did not.
+    error: Option<OutcomeError>,
+    /// What the agent found, cut off where it is long; null where it said nothing.
+    #[schema(value_type = Option<Object>)]
+    output: Option<Value>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeTaskError)]
+pub(in crate::api) struct OutcomeError {
+    code: String,
+    message: String,
+}
+
+/// What the node's agent is to do, and why.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(in crate::api) struct NewTask {
+    #[serde(rename = "type")]
+    task_type: OrderedType,
+    reason: Reason,
+}
+
+/// The types of task that an administrator orders.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = NodeTaskType)]
+pub(in crate::api) enum OrderedType {
+    /// Look whether the machine is fit for tenants. One that is not is quarantined.
+    #[serde(rename = "node.validate")]
+    Validate,
+    /// Say how the machine and its tenants stand.
+    #[serde(rename = "diagnostics.collect")]
+    Diagnose,
+    /// Restart the machine. Its allocations are kept, their processes are not.
+    #[serde(rename = "node.reboot")]
+    Reboot,
+}
+
+impl From<OrderedType> for TaskType {
+    fn from(ordered: OrderedType) -> Self {
+        match ordered {
+            OrderedType::Validate => Self::NodeValidate,
+            OrderedType::Diagnose => Self::DiagnosticsCollect,
+            OrderedType::Reboot => Self::NodeReboot,
+        }
+    }
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -80,11 +152,66 @@ pub(in crate::api) async fn tasks(
 ) -> Result<Json<NodeTasks>, ApiError> {
     let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let now = services.world.now();
-    let mut open: Vec<_> = node.holds.iter().filter_map(|(id, hold)| TaskView::of(*id, hold, now)).collect();
+    let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(*id, hold, now));
+    let own = node.tasks.values().filter(|task| !matches!(task.phase, TaskPhase::Ended { .. }));
+    let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(task, now))).collect();
+    let ended = node.tasks.values().filter_map(EndedView::of).collect();
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
     let history = services.reads.history(id, None, SEARCHED).await?.items;
     let reports = history.into_iter().filter(|row| row.command == "report").take(SHOWN).map(ReportView::from);
-    Ok(Json(NodeTasks { open, reports: reports.collect() }))
+    Ok(Json(NodeTasks { open, ended, reports: reports.collect() }))
+}
+
+/// Orders a task of the node itself.
+///
+/// A task that is not reported on in time is offered again, but for `node.reboot`, which then waits for `resume`.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The node's id")),
+    request_body = NewTask,
+    responses((status = 201, description = "The task, to be read where the node's tasks are.", body = TaskView)),
+)]
+pub(in crate::api) async fn order_task(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(new): body::Json<NewTask>,
+) -> Result<Response, ApiError> {
+    let command = Command::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
+    let answered = asking.ask::<Node>(id, command, &new).await?;
+    shown(&services, StatusCode::CREATED, &answered)
+}
+
+/// Has a task offered again that was not reported on and must not happen twice.
+///
+/// Look first whether it happened: nobody but you can know.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(
+        ("id" = Uuid, Path, description = "The node's id"),
+        ("task_id" = Uuid, Path, description = "The task's id"),
+    ),
+    request_body = Because,
+    responses((status = 200, description = "The task, under a higher attempt.", body = TaskView)),
+)]
+pub(in crate::api) async fn resume_task(
+    ByAdmin(asking): ByAdmin,
+    State(services): State<Services>,
+    Path((id, task_id)): Path<(Uuid, Uuid)>,
+    body::Json(why): body::Json<Because>,
+) -> Result<Response, ApiError> {
+    let command = Command::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
+    let answered = asking.urgently().ask::<Node>(id, command, &why).await?;
+    shown(&services, StatusCode::OK, &answered)
+}
+
+fn shown(services: &Services, status: StatusCode, answered: &Answered<Reply>) -> Result<Response, ApiError> {
+    let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
+    let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
+    let view = TaskView::of_node(task, services.world.now());
+    Ok((status, replayed(answered), Json(view)).into_response())
 }
 
 impl TaskView {
@@ -102,11 +229,49 @@ impl TaskView {
             task_id: task_id.0,
             task_type,
             state,
-            allocation_id: allocation_id.0,
+            allocation_id: Some(allocation_id.0),
             attempt,
             ordered_at,
             deadline_at,
             overdue: deadline_at < now,
+        })
+    }
+
+    fn of_node(task: &NodeTask, now: Timestamp) -> Self {
+        let Work { task_id, attempt, ordered_at, deadline_at, .. } = task.work;
+        let state = match task.phase {
+            TaskPhase::Open => TaskState::Open,
+            TaskPhase::AwaitsOperator { .. } => TaskState::AwaitsOperator,
+            TaskPhase::Ended { .. } => TaskState::Ended,
+        };
+        Self {
+            task_id: task_id.0,
+            task_type: task.task_type.name(),
+            overdue: deadline_at < now && !matches!(state, TaskState::Ended),
+            state,
+            allocation_id: None,
+            attempt,
+            ordered_at,
+            deadline_at,
+        }
+    }
+}
+
+impl EndedView {
+    fn of(task: &NodeTask) -> Option<Self> {
+        let TaskPhase::Ended { at, verdict, output } = &task.phase else { return None };
+        let error = match verdict {
+            Verdict::Succeeded { .. } => None,
+            Verdict::Failed { code, message } => Some(OutcomeError { code: code.clone(), message: message.clone() }),
+        };
+        Some(Self {
+            task_id: task.work.task_id.0,
+            task_type: task.task_type.name(),
+            attempt: task.work.attempt,
+            ended_at: *at,
+            succeeded: error.is_none(),
+            error,
+            output: output.clone(),
         })
     }
 }

@@ -26,11 +26,13 @@ pub(in crate::api) struct NodeView {
     gpus_total: u32,
     /// How many GPUs a new allocation could get now: 0 where the node takes none.
     gpus_free: u32,
+    /// Why it takes no new allocation; null where it does.
+    unschedulable_reason: Option<String>,
     onboarding_mode: Mode,
     state: StateName,
     state_reason: ReasonView,
     state_entered_at: DateTime<Utc>,
-    /// The end that the state must not outlive; null where it may last for ever.
+    /// The end that the state, or a task that must not happen twice, must not outlive; null where nothing has one.
     state_deadline_at: Option<DateTime<Utc>>,
     /// True past that end.
     overdue: bool,
@@ -135,6 +137,7 @@ impl NodeView {
             region_code: registration.region_code,
             gpus_total: registration.gpus_total,
             gpus_free: node.gpus_free(),
+            unschedulable_reason: node.not_schedulable(),
             onboarding_mode: match registration.onboarding_mode {
                 OnboardingMode::Manual => Mode::Manual,
                 OnboardingMode::Maas => Mode::Maas,

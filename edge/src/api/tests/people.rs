@@ -1,7 +1,13 @@
 //! What people see of the running system, and what of each other.
 
 use super::world::{Placing, World};
-use serde_json::json;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+/// To start a worker of the one member anew.
+fn worker(name: &str) -> String {
+    format!("/api/v1/admin/runtime/members/{}/workers/{name}/restart", Uuid::from_u128(1))
+}
 
 #[tokio::test]
 async fn operators_see_where_an_entity_is_and_how_it_came_there() {
@@ -16,7 +22,37 @@ async fn operators_see_where_an_entity_is_and_how_it_came_there() {
     assert_eq!(commands, ["activate", "activate", "create"]);
     assert_eq!(report["history"][0]["actor"], "user:owner");
     assert_eq!(report["history"][0]["correlation_id"], "test");
-    world.post(&format!("{path}/restart")).admin().send().await.is(200);
+    let restarts = [
+        world.post(&format!("{path}/restart")).admin().send().await,
+        world.post(&format!("{path}/restart")).admin().json(&json!({"reason": "it hangs"})).send().await,
+        world.post(&format!("{path}/restart")).admin().json(&json!({"why": "it hangs"})).send().await,
+        world.post(&format!("{path}/restart")).user("ann").send().await,
+        world.post(&worker("timers")).admin().json(&json!({"reason": "it hangs"})).send().await,
+        world.post(&worker("committer-1")).admin().send().await,
+        world.post(&worker("nobody")).admin().send().await,
+        world.post(&worker("%00")).admin().send().await,
+        world.post(&worker("timers")).user("ann").send().await,
+        world.post("/api/v1/admin/runtime/members/here/workers/timers/restart").admin().send().await,
+    ]
+    .map(|answer| answer.line());
+    insta::assert_snapshot!("restarts", restarts.join("\n"));
+    let audited = world.get("/api/v1/admin/audit-log?action=runtime.restart").admin().send().await;
+    let rows = audited.is(200)["items"].as_array().unwrap().clone();
+    let about: Vec<_> = rows.iter().map(|row| (row["target"]["kind"].clone(), row["metadata"].clone())).collect();
+    let why = |worker: Value| {
+        let mut metadata = json!({"reason": "it hangs"});
+        if !worker.is_null() {
+            metadata["worker"] = worker;
+            metadata["member"] = json!(Uuid::from_u128(1));
+        }
+        metadata
+    };
+    let expected = [
+        (json!("runtime"), why(json!("timers"))),
+        (json!("sku"), why(Value::Null)),
+        (json!("sku"), json!({"reason": null})),
+    ];
+    assert_eq!(about, expected, "what was refused or could not be done is not written down as done");
     world.get("/api/v1/admin/runtime/tree?kind=node&limit=5").admin().send().await.is(200);
 
     let lines = [

@@ -11,7 +11,10 @@ use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::rate_limit::RateLimiter;
-use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Stats, Tree, TreeFilter};
+use crate::runtime::{
+    ClusterReport, EntityNode, EntityStatus, Readiness, Restarted, Runtime, RuntimeError, Stats, Tree, TreeFilter,
+    WorkerNode, WorkerState,
+};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
@@ -32,6 +35,7 @@ use domain::event::{Device, Event};
 use domain::machine::Command as _;
 use domain::node::{self, Certificate, Enrollment, Gpu, Inventory, Node};
 use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
+use domain::runtime::Part;
 use domain::{AllocationId, Effect, EntityRef, Machine, MemberId, NodeId, Principal, Shard, Timestamp};
 use ed25519_dalek::SigningKey;
 use futures::FutureExt;
@@ -382,32 +386,27 @@ fn inventory(gpus: u32) -> Inventory {
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        host_fingerprint: None,
     }
 }
 
 /// Answers requests for allocations as the test says.
-async fn play(
-    services: Services,
-    placing: Arc<Mutex<Placing>>,
-    mut published: tokio::sync::mpsc::Receiver<Vec<OutboxRow>>,
-) {
-    while let Some(rows) = published.recv().await {
-        for row in rows {
-            let Event::AllocationRequested { allocation_id } = row.event else { continue };
-            let placing = *placing.lock().unwrap();
-            let command = match placing {
-                Placing::Silent => continue,
-                Placing::On(node_id) => allocation::Command::Reserved { node_id, placed: placed(allocation_id) },
-                Placing::NoCapacity => {
-                    allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
-                }
-                Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
-            };
-            let by = Principal::system("test");
-            let permit = authorize(&by, command.action()).unwrap();
-            let asked = Asked::new(&permit, "test", services.world.now() + TimeDelta::seconds(10));
-            services.directory.ask::<Allocation>(&permit, allocation_id.0, command, asked).await.unwrap();
-        }
+async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: tokio::sync::mpsc::Receiver<OutboxRow>) {
+    while let Some(row) = published.recv().await {
+        let Event::AllocationRequested { allocation_id } = row.event else { continue };
+        let placing = *placing.lock().unwrap();
+        let command = match placing {
+            Placing::Silent => continue,
+            Placing::On(node_id) => allocation::Command::Reserved { node_id, placed: placed(allocation_id) },
+            Placing::NoCapacity => {
+                allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
+            }
+            Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
+        };
+        let by = Principal::system("test");
+        let permit = authorize(&by, command.action()).unwrap();
+        let asked = Asked::new(&permit, "test", services.world.now() + TimeDelta::seconds(10));
+        services.directory.ask::<Allocation>(&permit, allocation_id.0, command, asked).await.unwrap();
     }
 }
 
@@ -418,6 +417,7 @@ fn placed(allocation_id: AllocationId) -> Placed {
         port: 22,
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
+        host_fingerprint: None,
     }
 }
 
@@ -565,12 +565,13 @@ impl Runtime for Reported {
                 shard: 0,
                 member: None,
                 member_name: None,
-                status: "awake".into(),
+                status: EntityStatus::Awake,
                 state: Some(row.state),
                 version: row.version,
                 since: None,
                 waits_for: None,
                 deadline_at: None,
+                wakes_at: None,
                 overdue: false,
                 mailbox_depth: 0,
                 restarts: 0,
@@ -580,8 +581,24 @@ impl Runtime for Reported {
         .boxed()
     }
 
-    fn restart_entity(&self, _: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
-        async { Ok(true) }.boxed()
+    fn worker(&self, member: MemberId, name: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>> {
+        let there = member.0 == Uuid::from_u128(1) && ["timers", "committer-1"].contains(&name);
+        let row = there.then(|| WorkerNode {
+            name: name.to_owned(),
+            under: "root".to_owned(),
+            what: String::new(),
+            state: WorkerState::Running,
+            since: Utc::now(),
+            restarts: 0,
+            last_error: None,
+            restartable: name == "timers",
+            queue: None,
+        });
+        async { Ok(row) }.boxed()
+    }
+
+    fn restart(&self, _: Part) -> BoxFuture<'_, Result<Restarted, RuntimeError>> {
+        async { Ok(Restarted::Anew) }.boxed()
     }
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
@@ -592,7 +609,7 @@ impl Runtime for Reported {
 
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
         let checks = [("postgres".to_owned(), "ok".to_owned())].into();
-        async { Readiness { ready: true, checks } }.boxed()
+        async { Readiness { ready: true, checks, starting: false } }.boxed()
     }
 
     fn stats(&self) -> Stats {

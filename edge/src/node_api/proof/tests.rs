@@ -70,8 +70,12 @@ fn node() -> Node {
         port: 22,
         user_name: "gpu-2".into(),
         region_code: String::new(),
+        host_fingerprint: None,
     };
-    node.holds.insert(ALLOCATION, Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work }, again: None });
+    node.holds.insert(
+        ALLOCATION,
+        Hold { placed, keys: Vec::new(), phase: HoldPhase::Releasing { work }, again: None, remains: None },
+    );
     node
 }
 

@@ -34,6 +34,7 @@ pub(crate) fn h100s(count: u32) -> Inventory {
         gpus: (0..count).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
+        ssh_host_key_fingerprint: None,
     }
 }
 

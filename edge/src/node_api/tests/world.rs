@@ -12,7 +12,9 @@ use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::rate_limit::RateLimiter;
-use crate::runtime::{ClusterReport, EntityNode, Readiness, Runtime, RuntimeError, Stats, Tree, TreeFilter};
+use crate::runtime::{
+    ClusterReport, EntityNode, Readiness, Restarted, Runtime, RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
+};
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
@@ -30,6 +32,7 @@ use domain::commit::Epoch;
 use domain::machine::Command as _;
 use domain::node::{Command, Node, OnboardingMode, Promise, Registration, Reply};
 use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
+use domain::runtime::Part;
 use domain::{AllocationId, Effect, EntityRef, MemberId, NodeId, Principal, Shard, SkuId, Timestamp, TokenId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -543,7 +546,10 @@ impl Runtime for NoRuntime {
     fn entity(&self, _: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
         async { none() }.boxed()
     }
-    fn restart_entity(&self, _: EntityRef) -> BoxFuture<'_, Result<bool, RuntimeError>> {
+    fn worker(&self, _: MemberId, _: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>> {
+        async { none() }.boxed()
+    }
+    fn restart(&self, _: Part) -> BoxFuture<'_, Result<Restarted, RuntimeError>> {
         async { none() }.boxed()
     }
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
@@ -552,7 +558,7 @@ impl Runtime for NoRuntime {
     fn provider_keys_changed(&self) {}
 
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
-        async { Readiness { ready: true, checks: BTreeMap::new() } }.boxed()
+        async { Readiness { ready: true, checks: BTreeMap::new(), starting: false } }.boxed()
     }
     fn stats(&self) -> Stats {
         Stats::default()

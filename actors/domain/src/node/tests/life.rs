@@ -1,6 +1,7 @@
 //! How a machine becomes a node, how it is heard, and what an administrator does with it.
 
 use super::*;
+use crate::invariant::{Recorded, i6_a_removed_node_gets_nothing};
 
 #[test]
 fn what_does_not_exist_can_only_be_registered() {
@@ -119,6 +120,23 @@ fn a_removed_node_gets_nothing_from_the_moment_of_the_answer() {
         for command in [poll(), heartbeat(HealthStatus::Ok, inventory(GPUS)), enrollment(), renew] {
             assert_eq!(story.refuses(&agent(), command), Rejection::Removed);
         }
+        let step = |actor: &str, to_state: &str, refused| Recorded {
+            version: 1,
+            command: "x".to_owned(),
+            actor: actor.to_owned(),
+            to_state: to_state.to_owned(),
+            refused,
+            audited: None,
+        };
+        let itself = format!("node:{NODE}");
+        let before =
+            [step(&itself, "retired", false), step("user:root", "removing", false), step(&itself, "removing", true)];
+        assert!(i6_a_removed_node_gets_nothing(&story.node, &before), "what it did before, and what it was refused");
+        let after = [before.as_slice(), &[step(&itself, "removing", false)]].concat();
+        assert!(!i6_a_removed_node_gets_nothing(&story.node, &after));
+        let mut known = story.node.clone();
+        known.identity.certificates.insert(SERIAL.into(), certificate(SERIAL));
+        assert!(!i6_a_removed_node_gets_nothing(&known, &[]));
     }
 }
 
@@ -130,6 +148,37 @@ fn a_silent_node_goes_offline_keeps_its_tenants_and_comes_back_when_heard() {
     assert_eq!(silent.node.gpus_free(), 0);
     let back = silent.agent(poll()).expect("active");
     assert_eq!(back.node.timer(), Some(back.now + TimeDelta::seconds(90)));
+}
+
+#[test]
+fn a_machine_that_was_started_anew_keeps_its_tenants_and_the_log_says_so() {
+    let rebooted = || {
+        let Command::Heartbeat { serial, inventory, health, .. } = heartbeat(HealthStatus::Ok, inventory(GPUS)) else {
+            panic!("a heartbeat")
+        };
+        Command::Heartbeat { serial, seen: seen("boot-2"), inventory, health }
+    };
+    for story in [node().active().ready(), node().active().ready().offline()] {
+        let step = story.ask(&agent(), rebooted()).unwrap();
+        let restart = step.audit.iter().find(|audit| audit.action == AuditAction::NodesRestart).unwrap();
+        assert_eq!(restart.metadata["boot_id_before"], "boot-1");
+        let next = step.next.unwrap();
+        assert_eq!((next.state(), next.holds == story.node.holds), ("active", true));
+        assert_eq!(next.seen.as_ref().unwrap().boot_id, "boot-2");
+    }
+    let back = node().active().ready().offline().agent(rebooted());
+    assert_eq!(back.node.reason.code, "restarted");
+    let same = node().active().ready().offline().heard();
+    assert_eq!(same.node.reason.code, "heard_again");
+}
+
+#[test]
+fn why_an_enrolled_node_is_not_active_stands_where_its_end_stands() {
+    let short = node().enrolled().agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 1)));
+    let why = "The SKU h100x4 has 4 GPUs, the machine reports 3.";
+    assert_eq!((short.node.reason.message.as_str(), short.node.deadline().unwrap().reason.as_str()), (why, why));
+    let shorter = short.agent(heartbeat(HealthStatus::Ok, inventory(GPUS - 2)));
+    assert_eq!(shorter.node.reason.message, "The SKU h100x4 has 4 GPUs, the machine reports 2.");
 }
 
 #[test]

@@ -47,6 +47,14 @@ fn gpus_come_back_only_with_the_proof_of_the_clean_up() {
 }
 
 #[test]
+fn what_a_clean_up_left_is_said_where_it_is_said_that_the_node_takes_nobody() {
+    let left = Verdict::Failed { code: "cleanup_incomplete".into(), message: "not certainly gone: Tmp".into() };
+    let unproven = node().active().releasing().reports(left);
+    let why = unproven.node.not_schedulable().unwrap();
+    assert!(why.ends_with("is not proved: not certainly gone: Tmp"), "{why}");
+}
+
+#[test]
 fn a_node_with_an_unproven_clean_up_gets_every_task_but_provision() {
     let two = node().active().ready();
     let deadline_at = two.now + TimeDelta::seconds(600);

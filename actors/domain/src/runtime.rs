@@ -1,0 +1,198 @@
+//! A part of the running cluster, as operators treat it: an entity's actor, or a worker of a member.
+//!
+//! What runs is nobody's state, and an entity that is parked can decide nothing. So that somebody wants it started anew is decided and
+//! audited here, in a commit of its own, before anything is done about it (I7).
+
+use crate::audit::{Audit, AuditAction};
+use crate::authz::Action;
+use crate::id::{EntityRef, Kind, MemberId};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::fmt;
+
+/// What can be started anew.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "part", rename_all = "snake_case")]
+pub enum Part {
+    /// An entity's actor, wherever it lives.
+    Entity { entity: EntityRef },
+    /// A row of one member's supervision tree.
+    Worker { member: MemberId, worker: String },
+}
+
+/// Its name: no two parts have the same.
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Entity { entity } => write!(f, "entity/{entity}"),
+            Self::Worker { member, worker } => write!(f, "worker/{member}/{worker}"),
+        }
+    }
+}
+
+/// What operators had done to a part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Operated {
+    pub part: Part,
+    pub restarts: u32,
+    pub last: Restart,
+}
+
+/// Who wanted it started anew, when and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restart {
+    /// As the audit log names an actor.
+    pub by: String,
+    pub at: Timestamp,
+    pub reason: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Restart { what: Part, reason: Option<String> },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Restart { .. } => "restart",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Restart { .. } => Action::OperateRuntime,
+            Self::Tick => Action::Advance,
+        }
+    }
+}
+
+/// It is written down: now it may be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Noted;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("this is the record of another part")]
+    AnotherPart,
+}
+
+impl Machine for Operated {
+    const KIND: Kind = Kind::Runtime;
+    type Command = Command;
+    type Reply = Noted;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Command::Restart { what, reason } = command else { return Ok(Step::stay(Noted)) };
+        if state.is_some_and(|it| it.part != what) {
+            return Err(Rejection::AnotherPart);
+        }
+        let audit = audit(&what, reason.as_deref(), ctx);
+        let why = format!("{what} is to be started anew");
+        let restarts = state.map_or(0, |it| it.restarts).saturating_add(1);
+        let last = Restart { by: ctx.by.to_string(), at: ctx.now, reason };
+        Ok(Step::to(Self { part: what, restarts, last }, Noted, why).audit(audit))
+    }
+
+    fn state(&self) -> &'static str {
+        "restarted"
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn keys(&self) -> Keys {
+        Keys::default()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+/// About the entity itself, where it is one: whoever looks for what happened to it finds it there.
+fn audit(part: &Part, reason: Option<&str>, ctx: &Ctx<'_>) -> Audit {
+    let (target, metadata) = match part {
+        Part::Entity { entity } => (*entity, json!({ "reason": reason })),
+        Part::Worker { member, worker } => {
+            let record = EntityRef { kind: Kind::Runtime, id: ctx.id };
+            (record, json!({ "member": member, "worker": worker, "reason": reason }))
+        }
+    };
+    Audit::new(AuditAction::RuntimeRestart, target, metadata)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::authz::Principal;
+    use crate::policy::PolicyBook;
+    use uuid::Uuid;
+
+    const RECORD: Uuid = Uuid::from_u128(9);
+
+    fn decide(state: Option<&Operated>, command: Command) -> Result<Step<Operated>, Rejection> {
+        let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
+        let ctx = Ctx {
+            now: Timestamp::UNIX_EPOCH,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            trace: machine::Trace::default(),
+            seed: 1,
+            id: RECORD,
+            version: 0,
+        };
+        Operated::decide(state, command, &ctx)
+    }
+
+    fn restart(what: &Part) -> Command {
+        Command::Restart { what: what.clone(), reason: Some("it hangs".to_owned()) }
+    }
+
+    fn parts() -> [Part; 2] {
+        let entity = EntityRef { kind: Kind::Node, id: Uuid::from_u128(1) };
+        let member = MemberId(Uuid::from_u128(2));
+        [Part::Entity { entity }, Part::Worker { member, worker: "timers".to_owned() }]
+    }
+
+    #[test]
+    fn each_restart_is_counted_and_audited_with_its_reason() {
+        for part in parts() {
+            let first = decide(None, restart(&part)).unwrap();
+            let audited = &first.audit[0];
+            assert_eq!((first.audit.len(), audited.action), (1, AuditAction::RuntimeRestart));
+            assert_eq!(audited.metadata["reason"], "it hangs");
+            let again = decide(first.next.as_ref(), restart(&part)).unwrap();
+            assert_eq!((again.next.unwrap().restarts, again.audit.len()), (2, 1));
+        }
+    }
+
+    #[test]
+    fn the_audit_row_is_about_the_entity_or_names_the_worker() {
+        let [entity, worker] = parts().map(|part| decide(None, restart(&part)).unwrap().audit.remove(0));
+        assert_eq!(entity.target, EntityRef { kind: Kind::Node, id: Uuid::from_u128(1) });
+        assert_eq!(worker.target, EntityRef { kind: Kind::Runtime, id: RECORD });
+        assert_eq!(worker.metadata["worker"], "timers");
+        assert_eq!(worker.metadata["member"], Uuid::from_u128(2).to_string());
+    }
+
+    #[test]
+    fn one_record_is_of_one_part() {
+        let [one, other] = parts();
+        assert_ne!(one.to_string(), other.to_string());
+        let kept = decide(None, restart(&one)).unwrap().next.unwrap();
+        assert_eq!(decide(Some(&kept), restart(&other)).err(), Some(Rejection::AnotherPart));
+        let written = serde_json::to_string(&kept).unwrap();
+        assert_eq!(serde_json::from_str::<Operated>(&written).unwrap(), kept);
+        assert!(decide(Some(&kept), Command::Tick).unwrap().next.is_none());
+    }
+}

@@ -1,0 +1,115 @@
+//! Every type of task that an agent can be given, as one table: its name on the wire, and what becomes of a task that was handed out and
+//! not reported on in time (decisions 4, *Task types*; specification, *Stale dispatched node tasks*).
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What becomes of a task whose time is over without a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenStale {
+    /// Its effect may happen twice: it is offered again under a higher attempt.
+    Requeue,
+    /// Nobody waits for it any more.
+    Expire,
+    /// Its effect must not happen twice, and nobody knows whether it did: an operator looks and resumes it.
+    AwaitOperator,
+}
+
+impl WhenStale {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Requeue => "requeue",
+            Self::Expire => "expire",
+            Self::AwaitOperator => "await_operator",
+        }
+    }
+}
+
+macro_rules! task_types {
+    ($($variant:ident $name:literal $when_stale:ident: $what:literal;)+) => {
+        /// A type of task.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum TaskType {
+            $(#[doc = $what] #[serde(rename = $name)] $variant,)+
+        }
+
+        impl TaskType {
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name),+ }
+            }
+
+            #[must_use]
+            pub const fn when_stale(self) -> WhenStale {
+                match self { $(Self::$variant => WhenStale::$when_stale),+ }
+            }
+
+            /// What the agent does.
+            #[must_use]
+            pub const fn what(self) -> &'static str {
+                match self { $(Self::$variant => $what),+ }
+            }
+        }
+    };
+}
+
+task_types! {
+    AllocationProvision "allocation.provision" Requeue: "makes a tenant's place";
+    AllocationRelease "allocation.release" Requeue: "removes a tenant's place and proves that nothing is left";
+    SshKeysReconcile "ssh_keys.reconcile" Requeue: "writes the keys that open a tenant's login";
+    NodeValidate "node.validate" Requeue: "looks whether the machine is fit for tenants";
+    DiagnosticsCollect "diagnostics.collect" Requeue: "says how the machine and its tenants stand";
+    TerminalOpen "terminal.open" Expire: "opens a tenant's terminal";
+    NodeReimage "node.reimage" AwaitOperator: "writes the machine's system anew";
+    AgentUpdate "agent.update" AwaitOperator: "replaces the agent";
+    NodeReboot "node.reboot" AwaitOperator: "restarts the machine";
+}
+
+impl TaskType {
+    /// The types that an administrator orders for a node. The others follow from what is done with allocations, or are of no release yet.
+    pub const ORDERED: [Self; 3] = [Self::NodeValidate, Self::DiagnosticsCollect, Self::NodeReboot];
+
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|task_type| task_type.name() == name)
+    }
+}
+
+impl fmt::Display for TaskType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::fmt::Write as _;
+
+    #[test]
+    fn the_table_of_task_types_is_as_reviewed() {
+        let mut table = String::new();
+        for task_type in TaskType::ALL {
+            let (name, stale, what) = (task_type.name(), task_type.when_stale().as_str(), task_type.what());
+            let ordered = if TaskType::ORDERED.contains(task_type) { " (ordered by administrators)" } else { "" };
+            writeln!(table, "{name}: {stale}; {what}{ordered}").unwrap();
+            assert_eq!(serde_json::to_string(task_type).unwrap(), format!("{name:?}"));
+            assert_eq!(TaskType::parse(name), Some(*task_type));
+        }
+        insta::assert_snapshot!(table, @r"
+        allocation.provision: requeue; makes a tenant's place
+        allocation.release: requeue; removes a tenant's place and proves that nothing is left
+        ssh_keys.reconcile: requeue; writes the keys that open a tenant's login
+        node.validate: requeue; looks whether the machine is fit for tenants (ordered by administrators)
+        diagnostics.collect: requeue; says how the machine and its tenants stand (ordered by administrators)
+        terminal.open: expire; opens a tenant's terminal
+        node.reimage: await_operator; writes the machine's system anew
+        agent.update: await_operator; replaces the agent
+        node.reboot: await_operator; restarts the machine (ordered by administrators)
+        ");
+    }
+}

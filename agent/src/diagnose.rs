@@ -1,0 +1,117 @@
+//! How the machine and its tenants stand, for an operator who cannot log in to it. It names allocations, devices and figures, and nothing of
+//! what tenants run.
+
+use std::fs;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::executor::{Executor, Output};
+use crate::gpus::{DeviceUse, Gpus, MemoryUse};
+use crate::tenant::output;
+
+/// Lines of the kernel that are shown at most.
+const LINES: usize = 20;
+/// Characters of each.
+const LINE: usize = 200;
+
+/// Looks at everything once.
+#[must_use]
+pub fn collect(gpus: &Gpus, executor: &dyn Executor) -> Output {
+    let fitness = match executor.validate() {
+        Ok(found) => json!({ "fit": true, "found": found }),
+        Err(failure) => json!({ "fit": false, "code": failure.code, "why": failure.message }),
+    };
+    output([
+        ("executor", json!(executor.kind())),
+        ("fitness", fitness),
+        ("gpus", of_gpus(gpus)),
+        ("load", json!(first_words("/proc/loadavg", 3))),
+        ("uptime_seconds", json!(first_words("/proc/uptime", 1))),
+        ("memory_pressure", json!(first_line("/proc/pressure/memory"))),
+        ("processes", json!(processes())),
+        ("kernel_gpu_errors", json!(kernel_gpu_errors())),
+    ])
+}
+
+fn of_gpus(gpus: &Gpus) -> Value {
+    match gpus.list() {
+        Err(error) => json!({ "error": error.to_string() }),
+        Ok(list) => list
+            .iter()
+            .map(|gpu| {
+                let usage = match gpus.look_at(&gpu.uuid) {
+                    DeviceUse::Idle => json!("idle"),
+                    DeviceUse::BusyWith(pids) => json!({ "processes": pids.len() }),
+                    DeviceUse::Unknown(why) => json!({ "unknown": why }),
+                };
+                let memory = match gpus.memory_of(&gpu.uuid) {
+                    MemoryUse::DriverOnly => json!("free"),
+                    MemoryUse::Held { mib } => json!({ "held_mib": mib }),
+                    MemoryUse::Unknown(why) => json!({ "unknown": why }),
+                };
+                json!({ "index": gpu.index, "uuid": gpu.uuid, "model": gpu.model, "use": usage, "memory": memory })
+            })
+            .collect(),
+    }
+}
+
+fn first_line(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok()?.lines().next().map(str::to_owned)
+}
+
+fn first_words(path: &str, words: usize) -> Option<String> {
+    Some(first_line(path)?.split_whitespace().take(words).collect::<Vec<_>>().join(" "))
+}
+
+fn processes() -> Option<usize> {
+    let entries = fs::read_dir("/proc").ok()?.flatten();
+    Some(entries.filter(|entry| entry.file_name().to_string_lossy().bytes().all(|byte| byte.is_ascii_digit())).count())
+}
+
+/// What the kernel says of NVIDIA's devices (`Xid`), the latest last. `None` where its log cannot be read.
+fn kernel_gpu_errors() -> Option<Vec<String>> {
+    let ran = Command::new("dmesg").output().ok().filter(|ran| ran.status.success())?;
+    Some(gpu_errors(&String::from_utf8_lossy(&ran.stdout)))
+}
+
+fn gpu_errors(log: &str) -> Vec<String> {
+    let found: Vec<&str> = log.lines().filter(|line| line.contains("NVRM: Xid")).collect();
+    found[found.len().saturating_sub(LINES)..].iter().map(|line| line.chars().take(LINE).collect()).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::gpus::SimulatedGpus;
+    use crate::sandbox::Sandbox;
+
+    #[test]
+    fn a_machine_says_how_it_stands() {
+        let folder = tempfile::tempdir().unwrap();
+        let asked = SimulatedGpus { count: 2, model: "H100".into(), memory_mib: 81_920 };
+        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
+        let sandbox = Sandbox::open(folder.path(), Arc::clone(&gpus)).unwrap();
+        let found = collect(&gpus, &sandbox);
+        assert_eq!((&found["fitness"]["fit"], found["gpus"].as_array().unwrap().len()), (&json!(true), 2));
+        assert!(found["load"].is_string() && found["uptime_seconds"].is_string(), "{found:?}");
+        fs::remove_dir_all(folder.path().join("allocations")).unwrap();
+        fs::write(folder.path().join("allocations"), "").unwrap();
+        assert_eq!(collect(&gpus, &sandbox)["fitness"]["fit"], false);
+    }
+
+    #[test]
+    fn of_the_kernels_log_a_few_lines_about_gpus_are_shown() {
+        let log: String =
+            (0..50).map(|n| format!("[{n}] NVRM: Xid (PCI:0000): {n}, {}\nother\n", "x".repeat(500))).collect();
+        let shown = gpu_errors(&log);
+        assert_eq!(shown.len(), LINES);
+        assert!(shown.iter().all(|line| line.chars().count() == LINE && line.contains("Xid")));
+        assert!(shown[LINES - 1].starts_with("[49]"));
+    }
+}

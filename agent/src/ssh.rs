@@ -1,0 +1,236 @@
+//! The door through which tenants come in: an sshd of the agent's own where it is told an address, else the machine's.
+//!
+//! ```text
+//! STATE/ssh/sshd_config     written at each start
+//!          /host_key(.pub)  made once: what the control plane tells tenants to expect
+//!          /sshd.pid        while it listens
+//! ```
+//!
+//! The agent's own one lets in nobody but tenants, and those with a key alone. Whoever it has let in stays when it is started anew.
+
+use std::fs;
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sha2::{Digest as _, Sha256};
+use tokio::process::Command;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::backoff::Backoff;
+use crate::store::{self, StoreError};
+
+/// The machine's own host key.
+const OF_THE_MACHINE: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
+/// Where Debian and others keep the folder that sshd insists on.
+const RUN_FOLDER: &str = "/run/sshd";
+/// Says that an agent of this state made that folder.
+const MADE: &str = "run-folder-made";
+const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
+const BACKOFF_BASE: Duration = Duration::from_millis(500);
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
+const ENDS_WITHIN: Duration = Duration::from_secs(5);
+
+/// Why tenants cannot come in.
+#[derive(Debug, thiserror::Error)]
+pub enum SshError {
+    #[error("no sshd is installed; install openssh-server, or leave SVC_NODE_AGENT_SSH_LISTEN out")]
+    NoProgram,
+    #[error("{tool} failed: {said}")]
+    Tool { tool: &'static str, said: String },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// An sshd of the agent's own.
+#[derive(Debug, Clone)]
+pub struct Sshd {
+    program: PathBuf,
+    folder: PathBuf,
+}
+
+impl Sshd {
+    /// Writes everything that it starts with, and ends one that an earlier agent has left.
+    ///
+    /// # Errors
+    /// [`SshError`].
+    pub fn prepare(state_dir: &Path, keys: &Path, listen: SocketAddr) -> Result<Self, SshError> {
+        let program = PROGRAMS.iter().map(PathBuf::from).find(|path| path.is_file()).ok_or(SshError::NoProgram)?;
+        let folder = state_dir.join("ssh");
+        store::private_folder(&folder)?;
+        let sshd = Self { program, folder };
+        if !sshd.host_key().exists() {
+            let key = sshd.host_key();
+            let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
+            run("ssh-keygen", std::process::Command::new("ssh-keygen").args(arguments).arg(&key))?;
+        }
+        sshd.make_run_folder().map_err(StoreError::at("create", Path::new(RUN_FOLDER)))?;
+        // As PAM puts logins into their users' slices where systemd runs, and is of no use elsewhere.
+        let pam = Path::new("/run/systemd/system").is_dir();
+        store::write_atomically(&sshd.config(), sshd.configuration(keys, listen, pam).as_bytes(), store::PRIVATE)?;
+        run("sshd", std::process::Command::new(&sshd.program).arg("-t").arg("-f").arg(sshd.config()))?;
+        sshd.end_the_last_one();
+        Ok(sshd)
+    }
+
+    /// Where it is not there, the machine has no sshd of its own, and a machine that leaves is to have none of it.
+    fn make_run_folder(&self) -> io::Result<()> {
+        if !Path::new(RUN_FOLDER).exists() {
+            fs::write(self.folder.join(MADE), "")?;
+            fs::create_dir(RUN_FOLDER)?;
+        }
+        Ok(())
+    }
+
+    fn config(&self) -> PathBuf {
+        self.folder.join("sshd_config")
+    }
+
+    fn host_key(&self) -> PathBuf {
+        self.folder.join("host_key")
+    }
+
+    fn pid_file(&self) -> PathBuf {
+        self.folder.join("sshd.pid")
+    }
+
+    fn configuration(&self, keys: &Path, listen: SocketAddr, pam: bool) -> String {
+        let quoted = |path: &Path| format!("\"{}\"", path.display());
+        let (host_key, pid_file) = (quoted(&self.host_key()), quoted(&self.pid_file()));
+        let keys = quoted(&keys.join("%u"));
+        let pam = if pam { "yes" } else { "no" };
+        format!(
+            "# Written by the node agent at each start.\n\
+             ListenAddress {listen}\n\
+             HostKey {host_key}\n\
+             PidFile {pid_file}\n\
+             AuthorizedKeysFile {keys}\n\
+             AuthenticationMethods publickey\n\
+             PasswordAuthentication no\n\
+             KbdInteractiveAuthentication no\n\
+             HostbasedAuthentication no\n\
+             PermitRootLogin no\n\
+             AllowUsers gpu-*\n\
+             PermitUserEnvironment no\n\
+             PermitUserRC no\n\
+             PermitTunnel no\n\
+             AllowStreamLocalForwarding no\n\
+             X11Forwarding no\n\
+             UsePAM {pam}\n\
+             Subsystem sftp internal-sftp\n"
+        )
+    }
+
+    /// Keeps it running until `stop` is cancelled.
+    pub async fn run(&self, stop: &CancellationToken) {
+        let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+        while !stop.is_cancelled() {
+            let mut command = Command::new(&self.program);
+            command.args(["-D", "-e", "-f"]).arg(self.config());
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            let ended = match command.spawn() {
+                Ok(mut sshd) => {
+                    info!("tenants can come in by SSH");
+                    let began = std::time::Instant::now();
+                    let ended = tokio::select! {
+                        ended = sshd.wait() => ended.map(|status| status.to_string()),
+                        () = stop.cancelled() => {
+                            self.end_the_last_one();
+                            let _ = tokio::time::timeout(ENDS_WITHIN, sshd.wait()).await;
+                            return;
+                        }
+                    };
+                    if began.elapsed() > BACKOFF_MAX {
+                        backoff.reset();
+                    }
+                    ended
+                }
+                Err(error) => Err(error),
+            };
+            let why = ended.unwrap_or_else(|error| error.to_string());
+            let pause = backoff.next(rand::random(), None);
+            warn!(error_code = "sshd_ended", error = why, "no tenant can come in by SSH; trying again");
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// Ends the listener that the file names, and nobody whom it has let in.
+    fn end_the_last_one(&self) {
+        end_listener(&self.pid_file(), &self.config());
+    }
+}
+
+/// Ends what an agent of this state left listening.
+pub fn end_left_over(state_dir: &Path) {
+    let folder = state_dir.join("ssh");
+    end_listener(&folder.join("sshd.pid"), &folder.join("sshd_config"));
+    if folder.join(MADE).exists() {
+        // Not where somebody else has put something into it.
+        let _ = fs::remove_dir(RUN_FOLDER);
+    }
+}
+
+fn end_listener(pid_file: &Path, config: &Path) {
+    let Ok(Some(text)) = store::read_if_there(pid_file) else { return };
+    let Ok(pid) = text.trim().parse::<i32>() else { return };
+    let is_ours = || {
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&command).contains(&config.display().to_string())
+    };
+    let began = std::time::Instant::now();
+    // Another process may have the number by now.
+    while is_ours() && began.elapsed() < ENDS_WITHIN {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let _ = store::remove(pid_file);
+}
+
+/// The host key of the door that tenants of an agent with this state come in by, as SSH clients show it; `None` where there is none.
+#[must_use]
+pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
+    let own = state_dir.join("ssh/host_key.pub");
+    let path = if own.exists() { own } else { PathBuf::from(OF_THE_MACHINE) };
+    fingerprint(&fs::read_to_string(path).ok()?)
+}
+
+/// OpenSSH's `SHA256:` form of a public key in its text form.
+fn fingerprint(public_key: &str) -> Option<String> {
+    let blob = STANDARD.decode(public_key.split_whitespace().nth(1)?).ok()?;
+    Some(format!("SHA256:{}", STANDARD_NO_PAD.encode(Sha256::digest(blob))))
+}
+
+fn run(tool: &'static str, command: &mut std::process::Command) -> Result<(), SshError> {
+    let failed = |said: String| SshError::Tool { tool, said };
+    let ran = command.stdin(Stdio::null()).output().map_err(|error: io::Error| failed(error.to_string()))?;
+    if ran.status.success() { Ok(()) } else { Err(failed(String::from_utf8_lossy(&ran.stderr).trim().to_owned())) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_s_fingerprint_is_what_ssh_keygen_prints() {
+        let key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG/IIDOAyX8sBd6dFhjytL6vAi5Gh4CqwpunUqG demo";
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key.pub");
+        fs::write(&path, key).unwrap();
+        let printed = std::process::Command::new("ssh-keygen").arg("-lf").arg(&path).output().unwrap();
+        let printed = String::from_utf8(printed.stdout).unwrap();
+        assert_eq!(printed.split_whitespace().nth(1), fingerprint(key).as_deref());
+        assert_eq!(fingerprint("ssh-ed25519"), None);
+        assert_eq!(fingerprint("ssh-ed25519 !"), None);
+    }
+}
