@@ -4,7 +4,7 @@
 //! ```text
 //! Loading ──loaded──▶ Ready ──decide──▶ Committing ──applied──▶ Ready            (reply, effects, next command)
 //!    ▲                  │                   ├──conflict──▶ Loading               (decide again)
-//!    │                  └─rejected─▶ Looking├──duplicate──▶ Ready                (the first reply again)
+//!    │                  └─no commit─▶Looking├──duplicate──▶ Ready                (the first reply again)
 //!    │                    (was it done      ├──refused, not applied──▶ Ready     (nothing changed)
 //!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or end and be loaded anew)
 //! ```
@@ -105,8 +105,7 @@ enum Phase<M: Machine> {
     },
     Looking {
         ask: Ask<M>,
-        rejection: M::Rejection,
-        kept: Option<Kept<M>>,
+        otherwise: Unwritten<M>,
         reloads: u8,
     },
     Over,
@@ -130,10 +129,16 @@ struct Kept<M> {
     next: Arc<M>,
 }
 
-/// What the machine made of a command.
-enum Decided<M: Machine> {
+/// What the machine made of a command that is not carried out: no commit finds out whether it was before.
+#[derive(Debug)]
+enum Unwritten<M: Machine> {
     Rejected { rejection: M::Rejection, kept: Option<Kept<M>> },
     Unchanged { reply: M::Reply, effects: Vec<Effect> },
+}
+
+/// What the machine made of a command.
+enum Decided<M: Machine> {
+    Unwritten(Unwritten<M>),
     Changed { commit: Box<Commit>, next: Arc<M>, reply: M::Reply, effects: Vec<Effect> },
 }
 
@@ -262,23 +267,19 @@ impl<M: Machine> Shell<M> {
         // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
         match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, now))) {
             // Nothing is answered from a supposition.
-            Ok(Ok(Decided::Rejected { .. } | Decided::Unchanged { .. })) if self.supposed => {
+            Ok(Ok(Decided::Unwritten(_))) if self.supposed => {
                 self.waiting.push_front(ask);
                 self.phase = Phase::Loading { reloads };
                 out.push(Output::Load);
             }
-            Ok(Ok(Decided::Rejected { rejection, kept })) => match &ask.asked.command {
-                // It may be refused because it was carried out before: then its first reply is the answer.
+            Ok(Ok(Decided::Unwritten(otherwise))) => match &ask.asked.command {
+                // There may be nothing to do because it was carried out before: then its first reply is the answer.
                 Some(key) if key.keep_reply => {
                     out.push(Output::LookUp(key.id));
-                    self.phase = Phase::Looking { ask, rejection, kept, reloads };
+                    self.phase = Phase::Looking { ask, otherwise, reloads };
                 }
-                Some(_) | None => self.reject(ask, rejection, kept, reloads, out),
+                Some(_) | None => self.conclude(ask, otherwise, reloads, out),
             },
-            Ok(Ok(Decided::Unchanged { reply, effects })) => {
-                out.push(Output::Reply(ask.token, self.answer(reply, How::Unchanged)));
-                out.extend(effects.into_iter().map(Output::Perform));
-            }
             Ok(Ok(Decided::Changed { commit, next, reply, effects })) => {
                 out.push(Output::Commit(commit));
                 self.phase = Phase::Committing { ask, next, then: Then::Answer { reply, effects }, reloads };
@@ -295,18 +296,17 @@ impl<M: Machine> Shell<M> {
         }
     }
 
-    /// Answers a refusal; one that has to be audited when that stands.
-    fn reject(
-        &mut self,
-        ask: Ask<M>,
-        rejection: M::Rejection,
-        kept: Option<Kept<M>>,
-        reloads: u8,
-        out: &mut Vec<Output<M>>,
-    ) {
-        match kept {
-            None => out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection)))),
-            Some(Kept { commit, next }) => {
+    /// Answers without carrying anything out; a refusal that has to be audited when that stands.
+    fn conclude(&mut self, ask: Ask<M>, unwritten: Unwritten<M>, reloads: u8, out: &mut Vec<Output<M>>) {
+        match unwritten {
+            Unwritten::Unchanged { reply, effects } => {
+                out.push(Output::Reply(ask.token, self.answer(reply, How::Unchanged)));
+                out.extend(effects.into_iter().map(Output::Perform));
+            }
+            Unwritten::Rejected { rejection, kept: None } => {
+                out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection))));
+            }
+            Unwritten::Rejected { rejection, kept: Some(Kept { commit, next }) } => {
                 out.push(Output::Commit(commit));
                 self.phase = Phase::Committing { ask, next, then: Then::Refuse(rejection), reloads };
             }
@@ -330,11 +330,11 @@ impl<M: Machine> Shell<M> {
             Err(rejection) => {
                 let refused = self.state.as_ref().and_then(|state| state.audit_refusal(&ask.command, &rejection, &ctx));
                 let kept = refused.map(|refused| self.keep(ask, refused, &rejection, &ctx)).transpose()?;
-                return Ok(Decided::Rejected { rejection, kept });
+                return Ok(Decided::Unwritten(Unwritten::Rejected { rejection, kept }));
             }
         };
         let Some(next) = step.next.take() else {
-            return Ok(Decided::Unchanged { reply: step.reply, effects: step.effects });
+            return Ok(Decided::Unwritten(Unwritten::Unchanged { reply: step.reply, effects: step.effects }));
         };
         let commit = Box::new(self.commit(ask, &next, &step, &ctx)?);
         Ok(Decided::Changed { commit, next: Arc::new(next), reply: step.reply, effects: step.effects })
@@ -446,8 +446,8 @@ impl<M: Machine> Shell<M> {
     }
 
     fn looked(&mut self, found: Result<Option<Done>, StoreError>, out: &mut Vec<Output<M>>) {
-        let (ask, rejection, kept, reloads) = match self.take_phase() {
-            Phase::Looking { ask, rejection, kept, reloads } => (ask, rejection, kept, reloads),
+        let (ask, otherwise, reloads) = match self.take_phase() {
+            Phase::Looking { ask, otherwise, reloads } => (ask, otherwise, reloads),
             other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Committing { .. } | Phase::Over) => {
                 self.phase = other;
                 return;
@@ -455,7 +455,7 @@ impl<M: Machine> Shell<M> {
         };
         let answer = match found {
             Ok(Some(done)) => self.repeated(&ask, done),
-            Ok(None) => return self.reject(ask, rejection, kept, reloads, out),
+            Ok(None) => return self.conclude(ask, otherwise, reloads, out),
             Err(error) => Err(AskError::Unavailable { reason: error.to_string() }),
         };
         out.push(Output::Reply(ask.token, answer));

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
@@ -270,13 +270,15 @@ pub async fn run_with(
         executor,
         sshd,
         journal,
-        session: RwLock::new(Session { api, identity }),
+        session: RwLock::new(Session { api, identity, since: Instant::now() }),
         verifiers: Mutex::new(verifiers),
         recovering: tokio::sync::Mutex::default(),
         under_way: Mutex::default(),
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
         beat_now: Notify::new(),
+        heard: Notify::new(),
+        renew_within: watch::Sender::new(None),
         tasks: TaskTracker::new(),
         stop: stop.child_token(),
         fatal: Mutex::new(None),
@@ -307,6 +309,10 @@ struct Agent {
     poll_settings: watch::Sender<PollSettings>,
     /// Asks for a heartbeat before its time.
     beat_now: Notify,
+    /// Told of each heartbeat that was answered.
+    heard: Notify,
+    /// Where the certificate's authority goes: over how long it is to be renewed.
+    renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -316,6 +322,7 @@ struct Agent {
 struct Session {
     api: Api,
     identity: Identity,
+    since: Instant,
 }
 
 impl Agent {
@@ -352,7 +359,8 @@ impl Agent {
 
     fn take_identity(&self, identity: Identity) -> Result<(), ClientError> {
         let api = Api::with_identity(&self.config, &identity)?;
-        *self.session.write().unwrap_or_else(PoisonError::into_inner) = Session { api, identity };
+        *self.session.write().unwrap_or_else(PoisonError::into_inner) =
+            Session { api, identity, since: Instant::now() };
         Ok(())
     }
 
@@ -372,6 +380,9 @@ impl Agent {
 
     /// Says what went wrong with a call and waits as long as it takes. Returns whether to go on.
     async fn recover_from(&self, error: ApiError, doing: &'static str, backoff: &mut Backoff) -> bool {
+        if matches!(error, ApiError::CertificateRefused(_)) && !self.replace_refused_certificate().await {
+            return false;
+        }
         let error = match Fatal::of(error) {
             Ok(fatal) => {
                 self.fail(fatal);

@@ -8,7 +8,7 @@ use reqwest::header::{HeaderMap, RETRY_AFTER};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::{AlertDescription, ClientConfig, RootCertStore};
 use secrecy::ExposeSecret as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -52,6 +52,8 @@ pub enum ApiError {
         "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
     )]
     Untrusted(#[source] reqwest::Error),
+    #[error("the control plane does not take the node's certificate: its authority is not trusted any more")]
+    CertificateRefused(#[source] reqwest::Error),
     #[error("the control plane could not be reached")]
     Unreachable(#[source] reqwest::Error),
     #[error("the control plane answered {status}{}", describe(.error.as_ref()))]
@@ -73,7 +75,7 @@ impl ApiError {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused { retry_after, .. } => *retry_after,
-            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
         }
     }
 
@@ -82,7 +84,7 @@ impl ApiError {
     pub fn status(&self) -> Option<StatusCode> {
         match self {
             Self::Refused { status, .. } => Some(*status),
-            Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
+            Self::Untrusted(_) | Self::CertificateRefused(_) | Self::Unreachable(_) | Self::Unreadable { .. } => None,
         }
     }
 
@@ -91,6 +93,7 @@ impl ApiError {
     pub fn code(&self) -> &str {
         match self {
             Self::Untrusted(_) => "tls_untrusted",
+            Self::CertificateRefused(_) => "certificate_refused",
             Self::Unreachable(_) => "unreachable",
             Self::Refused { error, .. } => error.as_ref().map_or("refused", |error| &error.code),
             Self::Unreadable { .. } => "unreadable_answer",
@@ -105,7 +108,11 @@ impl ApiError {
                 let newest = error.details.get("newest_protocol").and_then(serde_json::Value::as_u64);
                 newest.is_some_and(|newest| newest < u64::from(wire::PROTOCOL))
             }
-            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+            Self::Refused { .. }
+            | Self::Untrusted(_)
+            | Self::CertificateRefused(_)
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => false,
         }
     }
 
@@ -118,7 +125,11 @@ impl ApiError {
                     && error.code == INVALID_NODE_IDENTITY
                     && error.reason() == Some(reason::NODE_REMOVED)
             }
-            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+            Self::Refused { .. }
+            | Self::Untrusted(_)
+            | Self::CertificateRefused(_)
+            | Self::Unreachable(_)
+            | Self::Unreadable { .. } => false,
         }
     }
 }
@@ -323,9 +334,19 @@ fn transport_error(error: reqwest::Error) -> ApiError {
         if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
             return ApiError::Untrusted(error);
         }
+        if is_unknown_ca(inner) {
+            return ApiError::CertificateRefused(error);
+        }
         cause = inner.source();
     }
     ApiError::Unreachable(error)
+}
+
+/// The alert `unknown_ca` (RFC 8446, section 6.2). In TLS 1.3 it comes after the handshake is done here, and HTTP/2 keeps of what it
+/// reads then the words alone.
+fn is_unknown_ca(error: &(dyn std::error::Error + 'static)) -> bool {
+    let alert = rustls::Error::AlertReceived(AlertDescription::UnknownCA);
+    tls_error(error) == Some(&alert) || error.to_string().contains(&alert.to_string())
 }
 
 /// TLS errors come wrapped into I/O errors, more than once, and those skip what they wrap when asked for their source.

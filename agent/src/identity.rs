@@ -17,6 +17,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
+use wire::bundle::fingerprint;
 use wire::enroll::{EnrollAnswer, Recovery};
 use wire::keys::SetError;
 use wire::{Token, VerifierSet, Verifiers};
@@ -202,11 +203,29 @@ impl IdentityStore {
             return Err(foreign("it does not name the node"));
         }
         self.write_json("recovery.json", &answer.recovery)?;
-        if !answer.chain_pem.trim().is_empty() {
-            store::write_atomically(&self.node_ca, answer.chain_pem.as_bytes(), store::PUBLIC)?;
+        // A control plane of before there were several sends the one authority as the chain.
+        let bundle = answer.node_ca_bundle_pem.as_ref().unwrap_or(&answer.chain_pem);
+        if !bundle.trim().is_empty() {
+            self.store_node_cas(bundle)?;
         }
         store::write_atomically(&self.cert, chain.as_bytes(), store::PUBLIC)?;
         self.finish(pending, chain, &certificate)
+    }
+
+    /// Keeps the authorities that certify nodes.
+    ///
+    /// # Errors
+    /// [`IdentityError`]; those of before are then unchanged.
+    pub fn store_node_cas(&self, bundle_pem: &str) -> Result<(), IdentityError> {
+        Ok(store::write_atomically(&self.node_ca, bundle_pem.as_bytes(), store::PUBLIC)?)
+    }
+
+    /// The fingerprint of the authorities that are kept, where there are any.
+    ///
+    /// # Errors
+    /// [`IdentityError`]
+    pub fn node_cas_fingerprint(&self) -> Result<Option<String>, IdentityError> {
+        Ok(store::read_if_there(&self.node_ca)?.map(|pem| fingerprint(&pem)))
     }
 
     /// The certificate is stored; its key follows.
@@ -380,6 +399,7 @@ mod tests {
             not_after: Utc::now(),
             recovery: Recovery { identity_generation: 1, remaining: 5 },
             verifier_sets: vec![],
+            node_ca_bundle_pem: None,
         }
     }
 

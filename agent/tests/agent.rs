@@ -373,6 +373,54 @@ async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
 }
 
 #[tokio::test]
+async fn a_verifier_set_of_a_stranger_or_of_a_lower_version_is_refused_and_the_trust_that_was_there_stays() {
+    let (fake, folder, agent) = enrolled(&[]).await;
+    let (second, stranger) = (SigningKey::from_bytes(&[2; 32]), SigningKey::from_bytes(&[9; 32]));
+    fake.behave().verifier_sets = vec![Fake::rotation(5, &second, &fake.signer)];
+    agent.says("task-signing keys rotated").await;
+    let kept = found(folder.path(), "verifiers.json");
+    let before = std::fs::read(&kept).unwrap();
+    // Nobody whom the agent knows has signed this one; the other is older than what it has.
+    let mut forged = Fake::rotation(6, &stranger, &stranger);
+    forged.signatures[0].key_id = Fake::rotation(6, &stranger, &second).signatures[0].key_id.clone();
+    fake.behave().verifier_sets = vec![forged, Fake::rotation(9, &stranger, &stranger)];
+    agent.says("a set of task-signing keys is refused").await;
+    fake.behave().lowest_set = Some(Fake::rotation(4, &stranger, &second));
+    let beats = fake.seen().heartbeats.len();
+    eventually(|| (fake.seen().heartbeats.len() > beats + 2).then_some(())).await;
+    assert_eq!(fake.seen().heartbeats.last().unwrap().verifier_set_version, 5);
+    assert_eq!(std::fs::read(&kept).unwrap(), before, "what is kept is not touched by what is refused");
+}
+
+#[tokio::test]
+async fn the_authorities_of_nodes_are_followed_and_a_certificate_of_one_that_goes_is_renewed_early() {
+    let (fake, folder, agent) = enrolled(&[]).await;
+    let bundle = "-----BEGIN CERTIFICATE-----\none\n-----END CERTIFICATE-----\n".repeat(2);
+    fake.behave().node_authorities = Some(bundle.clone());
+    agent.says("the authorities of nodes changed").await;
+    assert_eq!(std::fs::read_to_string(found(folder.path(), "node-ca.pem")).unwrap(), bundle);
+    assert_eq!(fake.seen().renewals, 0, "a certificate of a day is not due");
+    fake.behave().renew_within_seconds = Some(1);
+    agent.says("certificate renewed").await;
+    fake.behave().renew_within_seconds = None;
+}
+
+/// The file of that name below the folder.
+fn found(folder: &std::path::Path, name: &str) -> std::path::PathBuf {
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap().flatten() {
+            match entry.path() {
+                path if path.is_dir() => folders.push(path),
+                path if path.ends_with(name) => return path,
+                _ => {}
+            }
+        }
+    }
+    panic!("there is no {name} below {}", folder.display());
+}
+
+#[tokio::test]
 async fn a_second_agent_on_the_same_state_does_not_run() {
     let (fake, folder, _agent) = enrolled(&[]).await;
     let mut second = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);

@@ -2,7 +2,7 @@
 
 use actors::AskError;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, bindings, node, policy, runtime, service_account, sku, tenant};
+use domain::{allocation, bindings, key_set, node, policy, runtime, service_account, sku, tenant};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -232,6 +232,53 @@ impl Explain for tenant::Rejection {
     }
 }
 
+impl Explain for key_set::Rejection {
+    fn explain(self) -> ApiError {
+        use key_set::{Phase, Rejection as R};
+        match self {
+            R::NotFound { id } => ApiError::new(
+                Code::NotFound,
+                format!("There is no key {id} of this purpose; GET /api/v1/admin/keys lists those there are."),
+            ),
+            R::AlreadyStaged { id } => {
+                conflict(format!("Key {id} is staged already; activate it, or retire it first.")).detail("key_id", id)
+            }
+            R::WrongPhase { id, phase } => {
+                let way = match phase {
+                    Phase::Staged => "activate it first",
+                    Phase::Active => "it is in use; to replace it, stage another and activate that one",
+                    Phase::Grace => "it was replaced; stage a new one",
+                    Phase::Retired => "that is its end; stage a new one",
+                };
+                conflict(format!("Key {id} is {}: {way}.", phase.name())).detail("key_id", id).detail("phase", phase.name())
+            }
+            R::StillActive { id } => conflict(format!(
+                "Key {id} is the active one; stage another, activate that one, and then retire this one."
+            ))
+            .detail("key_id", id),
+            R::InGrace { id, until } => conflict(format!(
+                "Tasks that key {id} signed may be under way until {until}; ask again then, or with \"force\": true where the key \
+                 has leaked."
+            ))
+            .detail("key_id", id)
+            .detail("until", serde_json::json!(until)),
+            R::InUse { id, dependents } => conflict(format!(
+                "{dependents} nodes have certificates by authority {id} alone; wait until they have renewed, or ask with \"force\": \
+                 true: those nodes have to recover or to be enrolled anew."
+            ))
+            .detail("key_id", id)
+            .detail("dependents", dependents),
+            R::Moved => conflict("Somebody else rotates these keys at this moment; look at them and ask again."),
+            R::OtherPurpose => invalid(
+                "Keys of this purpose are not rotated so: those at rest are in the key ring file, and `rewrap` puts them to use."
+                    .to_owned(),
+                "purpose",
+            ),
+            rejection @ R::Exists { .. } => unexpected(&rejection),
+        }
+    }
+}
+
 impl Explain for bindings::Rejection {
     fn explain(self) -> ApiError {
         match self {
@@ -289,6 +336,13 @@ impl Explain for policy::Rejection {
                 .detail("field", "old_value")
                 .detail("current_value", serde_json::json!(current))
             }
+            R::NotSet { key } => ApiError::new(
+                Code::NotFound,
+                format!(
+                    "There is no such value of {} in this scope; GET /api/v1/admin/policy-values lists what is set.",
+                    key.name()
+                ),
+            ),
             R::Past { now } => invalid(
                 format!("`effective_at` lies in the past (it is {now}); leave it out to set the value at once."),
                 "effective_at",
@@ -452,6 +506,7 @@ mod tests {
             policy::Rejection::Crosses { key: low, low, high, crossing },
             policy::Rejection::Differs { key: low, current: None },
             policy::Rejection::Differs { key: low, current: Some(policy::Value::Int(7)) },
+            policy::Rejection::NotSet { key: low },
             policy::Rejection::Past { now: at },
             policy::Rejection::TooFarAhead { latest: at },
             policy::Rejection::TooManyAhead { limit: 20 },

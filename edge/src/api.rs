@@ -9,6 +9,7 @@ mod field;
 mod health;
 mod identity_keys;
 mod internal;
+mod key_set;
 mod node;
 mod overview;
 mod platform_role;
@@ -21,6 +22,10 @@ mod ssh_key;
 mod stored;
 #[cfg(test)]
 mod tests;
+
+pub use key_set::{
+    AllKeys, AtRestKey, AtRestView, Changed, CutOff, KeyPhase, KeyPurpose, KeySetView, KeyView, ReplicaKeys,
+};
 
 use crate::correlation::{Outermost, Service};
 use crate::error::Code;
@@ -163,7 +168,14 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/policies"                           => policy::catalog;
         Admin  Get      "/api/v1/admin/policy-values"                      => policy::list;
         Admin  PostOnce "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
+        Admin  Delete   "/api/v1/admin/policy-values"                      => policy::take_back, NotFound, PolicyOutOfBounds, StateConflict;
         Admin  Get      "/api/v1/admin/policy-values/resolve"              => policy::resolve;
+
+        Admin  Get      "/api/v1/admin/keys"                               => key_set::list;
+        Admin  PostOnce "/api/v1/admin/keys/stage"                         => key_set::stage, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/activate"                      => key_set::activate, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/retire"                        => key_set::retire, NotFound, StateConflict;
+        Admin  PostOnce "/api/v1/admin/keys/rewrap"                        => key_set::rewrap, StateConflict;
 
         Admin  Get      "/api/v1/admin/runtime/tree"                       => runtime::tree;
         Admin  Get      "/api/v1/admin/runtime/cluster"                    => runtime::cluster;

@@ -222,7 +222,8 @@ pub(crate) fn challenge(message: &'static str, challenge: &'static str) -> ApiEr
 /// The token of the request's one `Authorization: Bearer` header.
 pub(crate) fn bearer(headers: &HeaderMap) -> Result<&str, ApiError> {
     let missing = |why: &'static str| {
-        challenge("This route needs an access token; send it as Authorization: Bearer <token>.", MISSING).because(why)
+        challenge("This route needs an access token; send it as Authorization: Bearer <token>, once.", MISSING)
+            .because(why)
     };
     let mut given = headers.get_all(header::AUTHORIZATION).iter();
     let value = match (given.next(), given.next()) {

@@ -79,6 +79,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Form<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
+        once(request.headers())?;
         let given = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let essence = given.unwrap_or_default().split(';').next().unwrap_or_default().trim();
         if !essence.eq_ignore_ascii_case("application/x-www-form-urlencoded") {
@@ -94,9 +95,7 @@ async fn parse_form<T: DeserializeOwned>(bytes: Bytes) -> Result<T, ApiError> {
     let refuse = || {
         ApiError::invalid_request("The body cannot be read as a form: send each field once, percent-encoded in UTF-8.")
     };
-    if bytes.windows(3).any(|window| window == b"%00") {
-        return Err(refuse());
-    }
+    // A NUL is let pass, as in the fields that nobody knows: nothing of a form is stored as it came.
     let form = Request::post("/").header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
     let form = form.body(Body::from(bytes)).map_err(ApiError::internal)?;
     axum::Form::from_request(form, &()).await.map(|axum::Form(value)| value).map_err(|_| refuse())
@@ -122,6 +121,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Query<T> {
 }
 
 pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
+    once(headers)?;
     let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let essence = given.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let is_json = essence == "application/json" || (essence.starts_with("application/") && essence.ends_with("+json"));
@@ -145,6 +145,15 @@ pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
         return refuse("Send the body as it is, without Content-Encoding.");
     }
     Ok(())
+}
+
+/// Of two media types nobody knows which one is meant.
+fn once(headers: &HeaderMap) -> Result<(), ApiError> {
+    if headers.get_all(header::CONTENT_TYPE).iter().nth(1).is_none() {
+        return Ok(());
+    }
+    Err(ApiError::new(Code::UnsupportedMediaType, "Header `Content-Type` is given twice; send one.")
+        .detail("field", "Content-Type"))
 }
 
 /// Reads a body within its [`BodyLimit`].
@@ -347,7 +356,15 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
         let text = std::error::Error::source(&rejection).map_or_else(|| rejection.to_string(), ToString::to_string);
         let (field, reason) = text.split_once(": ").unwrap_or(("", &text));
         let looks_like_a_field = !field.is_empty() && !field.contains(' ');
-        if looks_like_a_field {
+        if let Some(name) = text.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
+            ApiError::invalid_request(format!("Query parameter `{name}` is missing.")).detail("field", name)
+        } else if let Some((name, known)) = unknown_parameter(&text) {
+            let known = printable(known.strip_prefix("expected ").unwrap_or_default());
+            let instead = if known.is_empty() { String::new() } else { format!(", or give {known}") };
+            let name = printable(name);
+            ApiError::invalid_request(format!("Query parameter `{name}` is not known here; leave it out{instead}."))
+                .detail("field", name)
+        } else if looks_like_a_field {
             ApiError::invalid_request(format!(
                 "Query parameter `{}` cannot be read: {}.",
                 printable(field),
@@ -358,6 +375,12 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
             ApiError::invalid_request(format!("The query cannot be read: {}.", without_value(&text)))
         }
     })
+}
+
+/// The name of a parameter that the route does not have, and serde's words about those that it has.
+fn unknown_parameter(text: &str) -> Option<(&str, &str)> {
+    let (_, rest) = text.split_once("unknown field `")?;
+    rest.split_once("`, ")
 }
 
 #[cfg(test)]
@@ -538,6 +561,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_bad_query_names_its_parameter() {
+        let message = async |query: &str| {
+            let (_, body) = fetch(&format!("/search?{query}")).await;
+            (body["message"].as_str().unwrap().to_owned(), body["details"]["field"].clone())
+        };
+        let unknown = "Query parameter `nope` is not known here; leave it out, or give `port`.";
+        assert_eq!(message("nope=1").await, (unknown.to_owned(), json!("nope")));
         for bad in ["port=x", "port=-1", "port=1&port=2", "nope=1", "port=%00"] {
             let (status, body) = fetch(&format!("/search?{bad}")).await;
             assert_eq!((status, &body["code"]), (400, &json!("invalid_request")), "{bad}");

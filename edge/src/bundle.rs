@@ -30,7 +30,7 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
         node_id: node_id.0,
         enrollment_token: Token::new(token.expose_secret()),
         api_url: services.addresses.node_url.clone(),
-        task_signing_pubkeys: trust.bootstrap_verifier_keys.join(","),
+        task_signing_pubkeys: trust.bundled_verifier_keys(),
         ca_bundle_path: at("ca.pem"),
         node_cert_ca_bundle_path: at("node-ca.pem"),
         cert_path: at("node.pem"),

@@ -22,6 +22,7 @@ use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 use crate::error::{ApiError, Code, Envelope, Parts, Unrendered};
 use crate::figures::{Counting, HttpFigures, UNMATCHED};
 use crate::services::Services;
+use crate::unreadable::Unreadable;
 
 /// The header that carries the correlation id, in and out.
 pub const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
@@ -191,7 +192,10 @@ pub async fn request_scope(State(outermost): State<Outermost>, mut request: Requ
     );
     let scope = Scope { correlation_id, trace, tracestate, span: span.clone() };
     request.extensions_mut().insert(scope.clone());
-    let response = next.run(request).instrument(span.clone()).await;
+    let response = match request.extensions_mut().remove::<Unreadable>() {
+        Some(unreadable) => unreadable.into_response(),
+        None => next.run(request).instrument(span.clone()).await,
+    };
     let _entered = span.enter();
     let mut response =
         Finished { service, scope: &scope, method: &method, route, counting: &counting }.finish(response);
@@ -322,6 +326,7 @@ impl Finished<'_> {
             | Code::StaleAttempt
             | Code::IdempotencyInProgress
             | Code::IdempotencyKeyReused
+            | Code::HeadersTooLarge
             | Code::RateLimited => {
                 info!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
             }

@@ -16,12 +16,17 @@ use axum::{
 use chrono::{DateTime, Utc};
 use thiserror::Error;
 use uuid::Uuid;
-use x509_parser::{certificate::X509Certificate, extensions::GeneralName, prelude::FromDer};
+use x509_parser::{
+    certificate::X509Certificate,
+    extensions::{GeneralName, ParsedExtension},
+    prelude::FromDer,
+};
 
 use crate::{
     correlation::Scope,
     error::{ApiError, Code},
     identity::forwarded::NotForwarded,
+    keys::KeysInForce,
     tls::Peer,
 };
 
@@ -66,6 +71,8 @@ pub struct NodeCertificate {
     pub serial: String,
     pub not_before: DateTime<Utc>,
     pub not_after: DateTime<Utc>,
+    /// The key identifier of the authority that certified it (RFC 5280, section 4.2.1.1), lower-case hexadecimal.
+    pub authority: String,
 }
 
 /// Why a certificate, although it verified, is no node's.
@@ -95,8 +102,18 @@ impl NodeCertificate {
             serial: hex::encode(certificate.raw_serial()),
             not_before: time(certificate.validity().not_before.timestamp())?,
             not_after: time(certificate.validity().not_after.timestamp())?,
+            authority: authority_of(&certificate).unwrap_or_default(),
         })
     }
+}
+
+fn authority_of(certificate: &X509Certificate<'_>) -> Option<String> {
+    certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
+        ParsedExtension::AuthorityKeyIdentifier(authority) => {
+            authority.key_identifier.as_ref().map(|id| hex::encode(id.0))
+        }
+        _ => None,
+    })
 }
 
 /// Why a node's request is refused with `invalid_node_identity`; `details.reason` of the answer.
@@ -168,12 +185,15 @@ pub struct NodeIdentity {
     pub node_id: Uuid,
     pub serial: String,
     pub not_after: DateTime<Utc>,
+    /// As [`NodeCertificate::authority`].
+    pub authority: String,
 }
 
 impl<S> FromRequestParts<S> for NodeIdentity
 where
     S: Send + Sync,
     TrustDomain: FromRef<S>,
+    KeysInForce: FromRef<S>,
 {
     type Rejection = ApiError;
 
@@ -188,6 +208,10 @@ where
         let params = RawPathParams::from_request_parts(parts, state).await.map_err(ApiError::internal)?;
         let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());
         let named = named.ok_or_else(|| ApiError::internal("a node route names no node"))?;
+        // A session that began while its authority was trusted verifies nothing again.
+        if !KeysInForce::from_ref(state).load().node.trusts(&certificate.authority) {
+            return Err(refuse(Reason::CertificateUnknown).because("its authority is retired"));
+        }
         let identity = admit(certificate, &named, Utc::now())?;
         if let Some(scope) = parts.extensions.get::<Scope>() {
             scope.record_resource(format_args!("node/{}", identity.node_id));
@@ -210,7 +234,8 @@ fn admit(certificate: NodeCertificate, named: &str, now: DateTime<Utc>) -> Resul
     if now < certificate.not_before {
         return Err(refuse(Reason::CertificateUnknown).because("the certificate is not valid yet"));
     }
-    Ok(NodeIdentity { node_id: certificate.node_id, serial: certificate.serial, not_after: certificate.not_after })
+    let NodeCertificate { node_id, serial, not_after, authority, .. } = certificate;
+    Ok(NodeIdentity { node_id, serial, not_after, authority })
 }
 
 #[cfg(test)]
@@ -227,6 +252,7 @@ mod tests {
             serial: "0a".into(),
             not_before: now - Duration::minutes(1),
             not_after: now + Duration::hours(24),
+            authority: "0b".into(),
         }
     }
 

@@ -18,6 +18,7 @@ pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;
+pub mod keys;
 pub mod limits;
 pub mod node_api;
 pub mod node_ca;
@@ -33,6 +34,7 @@ pub mod ssh_public_key;
 pub mod tasks;
 pub mod tls;
 pub mod token;
+mod unreadable;
 
 #[cfg(test)]
 mod testing;

@@ -27,6 +27,7 @@ use crate::body::BodyLimit;
 use crate::correlation::{Outermost, Scope, Service, no_store};
 use crate::error::ApiError;
 use crate::identity::TrustDomain;
+use crate::keys::KeysInForce;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
 use crate::rate_limit::AddressLimit;
 use crate::services::Services;
@@ -49,6 +50,12 @@ struct NodeApi {
     handed: Arc<handed::Handed>,
     /// What each address has used up of enrollments.
     enrolling: Arc<AddressLimit>,
+}
+
+impl FromRef<NodeApi> for KeysInForce {
+    fn from_ref(api: &NodeApi) -> Self {
+        api.services.trust.keys.clone()
+    }
 }
 
 impl FromRef<NodeApi> for TrustDomain {

@@ -11,11 +11,13 @@ use rcgen::{
     KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType, SerialNumber, SubjectPublicKeyInfo,
 };
 use secrecy::{ExposeSecret, SecretString};
+use sha2::{Digest as _, Sha256};
 use thiserror::Error;
 use time::OffsetDateTime;
 use uuid::Uuid;
 use x509_parser::{
     certification_request::X509CertificationRequest,
+    extensions::ParsedExtension,
     oid_registry::{
         OID_EC_P256, OID_KEY_TYPE_EC_PUBLIC_KEY, OID_NIST_EC_P384, OID_PKCS1_RSAENCRYPTION, OID_PKCS1_SHA256WITHRSA,
         OID_PKCS1_SHA384WITHRSA, OID_PKCS1_SHA512WITHRSA, OID_SIG_ECDSA_WITH_SHA256, OID_SIG_ECDSA_WITH_SHA384,
@@ -39,9 +41,45 @@ const BACKDATED_BY: Duration = Duration::minutes(1);
 /// A certificate authority for node certificates.
 pub struct NodeCa {
     issuer: Issuer<'static, KeyPair>,
-    certificate_pem: String,
-    not_after: DateTime<Utc>,
+    authority: Authority,
     trust_domain: TrustDomain,
+}
+
+/// An authority as far as everybody may know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Authority {
+    /// The first 16 hexadecimal digits of the certificate's SHA-256.
+    pub id: String,
+    pub certificate_pem: String,
+    /// The subject key identifier, by which its certificates name it.
+    pub key_id: String,
+    pub not_after: DateTime<Utc>,
+}
+
+impl Authority {
+    /// Reads a certificate authority's certificate.
+    ///
+    /// # Errors
+    /// Where it cannot be read, or is not an authority's.
+    pub fn read(certificate_pem: &str) -> Result<Self, NodeCaError> {
+        let (_, block) = parse_x509_pem(certificate_pem.as_bytes()).map_err(NodeCaError::of)?;
+        let certificate = block.parse_x509().map_err(NodeCaError::of)?;
+        if !certificate.is_ca() {
+            return Err(NodeCaError::of("the certificate is not a certificate authority's"));
+        }
+        let key_id = certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
+            ParsedExtension::SubjectKeyIdentifier(id) => Some(hex::encode(id.0)),
+            _ => None,
+        });
+        let ends = certificate.validity().not_after.timestamp();
+        Ok(Self {
+            id: hex::encode(&Sha256::digest(&block.contents)[..8]),
+            certificate_pem: certificate_pem.to_owned(),
+            key_id: key_id.ok_or_else(|| NodeCaError::of("the certificate has no subject key identifier"))?,
+            not_after: DateTime::from_timestamp(ends, 0)
+                .ok_or_else(|| NodeCaError::of("the certificate's end is no time"))?,
+        })
+    }
 }
 
 /// A new authority and its private key in PKCS#8 PEM, to be stored encrypted.
@@ -59,6 +97,8 @@ pub struct Issued {
     /// Lower-case hexadecimal, as [`crate::identity::NodeCertificate`] reads it.
     pub serial: String,
     pub not_after: DateTime<Utc>,
+    /// The [`Authority::id`] of whoever certified it.
+    pub authority: String,
 }
 
 /// Why no certificate was issued.
@@ -115,10 +155,13 @@ impl NodeCa {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(NodeCaError::of)?;
         let key_pem = SecretString::from(key.serialize_pem());
         let mut params = CertificateParams::default();
-        params.distinguished_name = named(&format!("{trust_domain} node CA"));
+        let serial = random_serial();
+        // Of two authorities with one name, a proxy's TLS library may try the wrong one alone.
+        let number = hex::encode(&serial.to_bytes()[1..5]);
+        params.distinguished_name = named(&format!("{trust_domain} node CA {number}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.serial_number = Some(random_serial());
+        params.serial_number = Some(serial);
         params.not_before = offset(now - BACKDATED_BY).map_err(NodeCaError::of)?;
         params.not_after = offset(not_after).map_err(NodeCaError::of)?;
         let certificate_pem = params.self_signed(&key).map_err(NodeCaError::of)?.pem();
@@ -131,28 +174,25 @@ impl NodeCa {
     /// Where one of them cannot be read, they do not belong together, or the certificate is no authority's.
     pub fn load(trust_domain: TrustDomain, certificate_pem: &str, key_pem: &SecretString) -> Result<Self, NodeCaError> {
         let key = KeyPair::from_pem(key_pem.expose_secret()).map_err(NodeCaError::of)?;
+        let authority = Authority::read(certificate_pem)?;
         let (_, block) = parse_x509_pem(certificate_pem.as_bytes()).map_err(NodeCaError::of)?;
         let certificate = block.parse_x509().map_err(NodeCaError::of)?;
-        if !certificate.is_ca() {
-            return Err(NodeCaError::of("the certificate is not a certificate authority's"));
-        }
         if certificate.public_key().subject_public_key.data != rcgen::PublicKeyData::der_bytes(&key) {
             return Err(NodeCaError::of("the key is not the certificate's"));
         }
-        let ends = certificate.validity().not_after.timestamp();
-        Ok(Self {
-            not_after: DateTime::from_timestamp(ends, 0)
-                .ok_or_else(|| NodeCaError::of("the certificate's end is no time"))?,
-            issuer: Issuer::from_ca_cert_pem(certificate_pem, key).map_err(NodeCaError::of)?,
-            certificate_pem: certificate_pem.to_owned(),
-            trust_domain,
-        })
+        let issuer = Issuer::from_ca_cert_pem(certificate_pem, key).map_err(NodeCaError::of)?;
+        Ok(Self { issuer, authority, trust_domain })
     }
 
     /// The trust anchor that servers verify node certificates against.
     #[must_use]
     pub fn certificate_pem(&self) -> &str {
-        &self.certificate_pem
+        &self.authority.certificate_pem
+    }
+
+    #[must_use]
+    pub const fn authority(&self) -> &Authority {
+        &self.authority
     }
 
     /// Certifies the key of a request for a node, from a minute before `not_before` until `not_after`, both cut to whole
@@ -171,8 +211,8 @@ impl NodeCa {
         if not_after <= not_before {
             return Err(IssueError::NoValidity);
         }
-        if not_after > self.not_after {
-            return Err(IssueError::AuthorityEnds(self.not_after));
+        if not_after > self.authority.not_after {
+            return Err(IssueError::AuthorityEnds(self.authority.not_after));
         }
         self.certify(node_id, &key, &random_serial(), not_before, not_after)
     }
@@ -201,7 +241,8 @@ impl NodeCa {
         let certificate = params.signed_by(key, &self.issuer).map_err(IssueError::Sign)?;
         Ok(Issued {
             certificate_pem: certificate.pem(),
-            chain_pem: self.certificate_pem.clone(),
+            chain_pem: self.authority.certificate_pem.clone(),
+            authority: self.authority.id.clone(),
             serial: hex::encode(serial.to_bytes()),
             not_after,
         })
@@ -361,6 +402,10 @@ mod tests {
         assert_eq!(
             (read.node_id, read.serial.as_str(), read.not_after),
             (node_id, issued.serial.as_str(), issued.not_after)
+        );
+        assert_eq!(
+            (read.authority.as_str(), issued.authority.as_str()),
+            (&*ca.authority().key_id, &*ca.authority().id)
         );
         assert!(issued.serial.len() >= 32);
         assert!(issued.chain_pem.contains("BEGIN CERTIFICATE"));

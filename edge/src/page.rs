@@ -4,11 +4,15 @@
 //! A page begins after the position (created_at, id) that its token carries. The token is bound to the list, to its
 //! filter and to its order: with another filter it is refused, so that no page is silently skipped or repeated.
 
-use axum::{extract::FromRequestParts, http::request};
+use axum::{
+    extract::{FromRequestParts, Query},
+    http::request,
+};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Utc};
 use serde::{Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
+use std::borrow::Cow;
 use subtle::ConstantTimeEq;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
@@ -91,7 +95,8 @@ impl<F: DeserializeOwned> Listing<F> {
         let mut filter = Vec::new();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-            let slot = match key {
+            let name = plain(key);
+            let slot = match &*name {
                 "limit" => &mut limit,
                 "page_token" => &mut page_token,
                 _ => {
@@ -100,7 +105,7 @@ impl<F: DeserializeOwned> Listing<F> {
                 }
             };
             if slot.replace(value).is_some() {
-                return Err(refuse(key, "is given twice"));
+                return Err(refuse(&name, "is given twice"));
             }
         }
         Ok(Self {
@@ -154,6 +159,15 @@ impl Page {
         let next_page = rows.last().filter(|_| more).map(|last| seal(&position(last), &self.binding));
         Items { items: rows.into_iter().map(show).collect(), next_page }
     }
+}
+
+/// The name of a parameter without its percent-encoding.
+fn plain(name: &str) -> Cow<'_, str> {
+    if !name.contains('%') {
+        return Cow::Borrowed(name);
+    }
+    let read = format!("/?{name}").parse().ok().and_then(|uri| Query::<Vec<(String, String)>>::try_from_uri(&uri).ok());
+    read.and_then(|Query(mut pairs)| pairs.pop()).map_or(Cow::Borrowed(name), |(name, _)| Cow::Owned(name))
 }
 
 fn parse_limit(text: &str) -> Result<u32, ApiError> {
@@ -245,6 +259,8 @@ mod tests {
             "limit",
             "limit=+5",
             "limit=1&limit=2",
+            "limit=1&%6cimit=2",
+            "%6Cimit=0",
             "limit=99999999999",
         ] {
             let error = listing(bad).unwrap_err();

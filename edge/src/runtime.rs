@@ -115,6 +115,12 @@ pub struct MemberNode {
     pub awake: u64,
     /// Commands that wait in front of its entities.
     pub mailbox_depth: u64,
+    /// The version of each set of keys that it goes by, by its purpose.
+    #[serde(default)]
+    pub key_sets: BTreeMap<String, u64>,
+    /// The key of the key ring that seals there.
+    #[serde(default)]
+    pub seals_with: String,
 }
 
 /// Something that runs as long as its process.

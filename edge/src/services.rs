@@ -4,8 +4,8 @@ use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::figures::Figures;
 use crate::identity::TrustDomain;
+use crate::keys::KeysInForce;
 use crate::node_api::nonce::Nonces;
-use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
@@ -15,9 +15,8 @@ use crate::tls::connections::Connections;
 use actors::Directory;
 use actors::ports::World;
 use axum::extract::FromRef;
-use ed25519_dalek::SigningKey;
-use persistence::Reads;
 use persistence::envelope::KeyRing;
+use persistence::{Reads, Secrets};
 use std::sync::Arc;
 use telemetry::Sampling;
 
@@ -55,13 +54,11 @@ pub struct Parts {
 /// The keys that this process issues and signs with.
 pub struct Trust {
     pub domain: TrustDomain,
-    pub node_ca: NodeCa,
-    /// Signs tasks.
-    pub task_signer: SigningKey,
-    pub task_key_id: String,
-    /// The verifier set in force, version 0 unless keys were rotated.
-    pub verifier_set: wire::VerifierSet,
-    /// As they stand in a bundle: the configured first keys, else the active one.
+    /// Signs tasks, certifies nodes and says whose certificates let them in; replaced when keys are rotated.
+    pub keys: KeysInForce,
+    /// Keeps the private halves of the keys that are made.
+    pub secrets: Secrets,
+    /// The first keys of a bundle, where they are configured; else the active one stands there.
     pub bootstrap_verifier_keys: Vec<String>,
     /// By what agents trust the API's certificate, PEM.
     pub api_ca_pem: String,
@@ -75,6 +72,18 @@ pub struct Trust {
 pub struct Addresses {
     pub public_url: String,
     pub node_url: String,
+}
+
+impl Trust {
+    /// The verifier keys of a bundle.
+    #[must_use]
+    pub fn bundled_verifier_keys(&self) -> String {
+        if self.bootstrap_verifier_keys.is_empty() {
+            self.keys.load().task.bundled()
+        } else {
+            self.bootstrap_verifier_keys.join(",")
+        }
+    }
 }
 
 impl Services {
@@ -94,6 +103,12 @@ impl std::ops::Deref for Services {
 impl FromRef<Services> for Arc<Authenticator> {
     fn from_ref(services: &Services) -> Self {
         Self::clone(&services.authenticator)
+    }
+}
+
+impl FromRef<Services> for KeysInForce {
+    fn from_ref(services: &Services) -> Self {
+        services.trust.keys.clone()
     }
 }
 

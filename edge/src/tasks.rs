@@ -6,7 +6,7 @@ use domain::TaskType;
 use domain::node::{Order, Place, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, Provision, Reboot, Release, Task, TaskPayload, sign};
+use wire::task::{Envelope, Provision, Reboot, Release, Task, TaskPayload};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -37,13 +37,13 @@ pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> Option<TaskPay
     })
 }
 
-/// Signs an order with the control plane's task key.
+/// Signs an order with the control plane's task keys.
 ///
 /// # Errors
 /// The order is of a type that agents do not have, which no machine orders.
 pub fn signed(trust: &Trust, node_id: NodeId, order: &Order, now: Timestamp) -> Result<Envelope, NotATask> {
     let payload = payload(node_id, order, now).ok_or(NotATask::NoSuchType)?;
-    sign(&trust.task_signer, &trust.task_key_id, &payload).map_err(NotATask::Unwritable)
+    trust.keys.load().task.sign(&payload).map_err(NotATask::Unwritable)
 }
 
 /// Why an order cannot be handed to an agent.

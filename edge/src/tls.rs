@@ -12,6 +12,7 @@ use thiserror::Error;
 
 use crate::identity::forwarded::NotForwarded;
 
+mod bare;
 pub mod connections;
 pub mod serve;
 pub mod tickets;

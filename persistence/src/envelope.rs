@@ -4,8 +4,8 @@
 //!
 //! # Key ring file
 //! Lines of text; `#` begins a comment. `key ID BASE64` gives a key of 32 bytes (an id is 1 to 64 of `[A-Za-z0-9._-]`),
-//! `active ID` names the one that seals. The others still open, so a key is rotated by adding a new one, making it active, and
-//! removing the old when nothing is sealed under it.
+//! `active ID` names the one that seals. The others still open, so a key is rotated by adding a new one, making it active, having
+//! everything sealed anew ([`crate::rewrap`]), and removing the old when nothing is sealed under it.
 //!
 //! # Sealed value, version 1
 //! `1 · length of key id · key id · nonce (12) · sealed data key (32 + 16) · nonce (12) · ciphertext + 16`.
@@ -14,7 +14,7 @@ use aes_gcm::aead::{Aead, Generate, KeyInit, Payload};
 use aes_gcm::{Aes256Gcm, Key};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use secrecy::SecretSlice;
+use secrecy::{ExposeSecret, SecretSlice};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
@@ -172,6 +172,28 @@ impl KeyRing {
         &self.active
     }
 
+    /// Whether the ring has the key.
+    #[must_use]
+    pub fn has(&self, id: &str) -> bool {
+        self.keys.contains_key(id)
+    }
+
+    /// How everything begins that the active key has sealed.
+    #[must_use]
+    pub fn mark(&self) -> Vec<u8> {
+        // An id has 64 characters at most.
+        let length = u8::try_from(self.active.len()).unwrap_or(u8::MAX);
+        [&[VERSION, length], self.active.as_bytes()].concat()
+    }
+
+    /// Seals anew, under the active key, what was sealed for the same place under any key of the ring.
+    ///
+    /// # Errors
+    /// [`EnvelopeError`], as [`KeyRing::open`].
+    pub fn reseal(&self, place: &Place<'_>, sealed: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
+        self.seal(place, self.open(place, sealed)?.expose_secret())
+    }
+
     /// Seals `plain` for `place` under the active key.
     ///
     /// # Errors
@@ -235,7 +257,6 @@ fn decrypt(key: &[u8; KEY], aad: &[u8], sealed: &[u8]) -> Result<Zeroizing<Vec<u
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use secrecy::ExposeSecret;
 
     const HERE: Place<'_> = Place { table: "secret", column: "sealed", row: "node-ca" };
 

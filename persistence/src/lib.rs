@@ -19,6 +19,7 @@ pub mod outbox;
 mod parked;
 pub mod pool;
 pub mod read;
+pub mod rewrap;
 pub mod secrets;
 pub mod sweep;
 

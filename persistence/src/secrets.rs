@@ -3,6 +3,7 @@
 
 use crate::envelope::{EnvelopeError, KeyRing, Place};
 use crate::error::{Doing, StoreError};
+use crate::rewrap::Rewrap;
 use domain::machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
 use sqlx::postgres::PgRow;
@@ -44,6 +45,12 @@ impl Secrets {
     #[must_use]
     pub const fn new(pool: PgPool, ring: Arc<KeyRing>) -> Self {
         Self { pool, ring }
+    }
+
+    /// Everything that is sealed, here and elsewhere.
+    #[must_use]
+    pub fn rewrap(&self) -> Rewrap {
+        Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
     }
 
     /// The secret of that name, where there is one.
@@ -89,6 +96,42 @@ impl Secrets {
         secret.ok_or(StoreError { doing: "reading a secret back", source: sqlx::Error::RowNotFound }.into())
     }
 
+    /// Keeps a new secret.
+    ///
+    /// # Errors
+    /// [`SecretError::Store`] also where there is one of that name.
+    pub async fn create(
+        &self,
+        name: &str,
+        value: &SecretSlice<u8>,
+        public: serde_json::Value,
+    ) -> Result<(), SecretError> {
+        let sealed = |source| SecretError::Sealed { name: name.to_owned(), source };
+        let bytes = self.ring.seal(&place(name), value.expose_secret()).map_err(sealed)?;
+        sqlx::query("INSERT INTO secret (name, key_id, sealed, public) VALUES ($1, $2, $3, $4)")
+            .bind(name)
+            .bind(self.ring.active())
+            .bind(bytes)
+            .bind(public)
+            .execute(&self.pool)
+            .await
+            .doing("writing a secret")?;
+        Ok(())
+    }
+
+    /// Forgets a secret for good. One that is not there is fine.
+    ///
+    /// # Errors
+    /// [`SecretError::Store`]
+    pub async fn destroy(&self, name: &str) -> Result<(), SecretError> {
+        sqlx::query("DELETE FROM secret WHERE name = $1")
+            .bind(name)
+            .execute(&self.pool)
+            .await
+            .doing("deleting a secret")?;
+        Ok(())
+    }
+
     /// The secrets whose names begin so, by name.
     ///
     /// # Errors
@@ -120,6 +163,6 @@ impl Secrets {
     }
 }
 
-const fn place(name: &str) -> Place<'_> {
+pub(crate) const fn place(name: &str) -> Place<'_> {
     Place { table: "secret", column: "sealed", row: name }
 }

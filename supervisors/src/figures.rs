@@ -5,8 +5,11 @@
 //! alone (a stream's lag) is said by every process with the role, the same by each.
 
 use actors::host::Figures as Lives;
+use chrono::{DateTime, Utc};
 use domain::event::Stream;
+use domain::key_set::Phase;
 use domain::{Commit, Event, Kind};
+use edge::keys::Keys;
 use persistence::read::{Pending, Standing};
 use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
@@ -54,6 +57,7 @@ pub struct ProcessFigures {
     outbox_age: Gauge,
     lag: IntGaugeVec,
     read_at: GaugeVec,
+    key_age: GaugeVec,
     lags: Mutex<BTreeMap<&'static str, Lag>>,
     /// Two scrapes at once must not count the same failures twice.
     scraped: Mutex<u64>,
@@ -83,6 +87,14 @@ impl ProcessFigures {
             &["from"],
         )?;
         registry.register(Box::new(read_at.clone()))?;
+        let key_age = GaugeVec::new(
+            Opts::new(
+                "key_phase_age_seconds",
+                "Since when a key of the service is in its phase, as this process knows it.",
+            ),
+            &["purpose", "phase", "key_id"],
+        )?;
+        registry.register(Box::new(key_age.clone()))?;
         Ok(Self {
             registry: registry.clone(),
             shards: gauge("shards_owned", "Shards in this process's hands.")?,
@@ -104,6 +116,7 @@ impl ProcessFigures {
             outbox_age,
             lag: gauges("nats_consumer_lag", "Events that the reactions' consumer has not settled.", &["stream"])?,
             read_at,
+            key_age,
             lags: Mutex::default(),
             scraped: Mutex::default(),
         })
@@ -143,6 +156,18 @@ impl ProcessFigures {
         let mut scraped = self.scraped.lock().unwrap_or_else(PoisonError::into_inner);
         self.failures.inc_by(failures_total.saturating_sub(*scraped));
         *scraped = failures_total.max(*scraped);
+    }
+
+    /// Where the keys stand that this process goes by.
+    pub fn keys(&self, keys: &Keys, now: DateTime<Utc>) {
+        self.key_age.reset();
+        for (purpose, key) in keys.all() {
+            let phase = key.standing.phase();
+            if phase != Phase::Retired {
+                let age = (now - key.entered_at).as_seconds_f64();
+                self.key_age.with_label_values(&[purpose.name(), phase.name(), &key.id]).set(age);
+            }
+        }
     }
 
     /// What Postgres says of this process's shards.

@@ -5,6 +5,7 @@ pub mod cluster;
 pub mod config;
 pub mod dev;
 pub mod figures;
+pub mod keys_command;
 pub mod logging;
 pub mod node_ca_command;
 pub mod operator;

@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
+use supervisors::keys_command::{self, KeysArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
@@ -36,6 +37,8 @@ enum Command {
     BeginIncarnation,
     /// Shows the supervision tree of the running cluster.
     Tree(TreeArgs),
+    /// Shows the service's own keys, and rotates them.
+    Keys(KeysArgs),
     /// Starts an entity or a worker of the running cluster anew.
     Restart(RestartArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
@@ -74,6 +77,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
         Command::Tree(args) => tree_command::run(args).await?,
+        Command::Keys(args) => keys_command::run(args).await?,
         Command::Restart(args) => restart_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Audit(args) => return Ok(audit_command::run(args).await),

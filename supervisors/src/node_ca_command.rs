@@ -1,10 +1,10 @@
 //! `gpuaas node-ca`: the authorities of node certificates, for the proxies in front of the node API.
 
-use crate::trust;
 use anyhow::Context;
-use persistence::Secrets;
+use edge::keys::node_authorities_pem;
 use persistence::envelope::KeyRing;
 use persistence::pool::{self, PoolConfig};
+use persistence::{Reads, Secrets};
 use secrecy::SecretString;
 use std::io::Write;
 use std::path::PathBuf;
@@ -30,7 +30,9 @@ pub struct NodeCaArgs {
 pub async fn run(args: NodeCaArgs) -> anyhow::Result<()> {
     let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
     let database = PoolConfig::new(args.database_url, args.database_ca);
-    let secrets = Secrets::new(pool::open(&database)?, Arc::new(ring));
-    let authorities = trust::node_authorities(&secrets).await?;
+    let pool = pool::open(&database)?;
+    let (secrets, reads) = (Secrets::new(pool.clone(), Arc::new(ring)), Reads::new(pool));
+    let authorities = node_authorities_pem(&secrets, &reads).await?;
+    let authorities = authorities.context("there is no node CA yet: the first member makes it")?;
     std::io::stdout().lock().write_all(authorities.as_bytes()).context("cannot be written")
 }

@@ -15,6 +15,7 @@ use actors::place::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::runtime::Part as Restartable;
 use domain::{EntityRef, Kind, MemberId};
+use edge::keys::KeysInForce;
 use edge::polls::Polls;
 use edge::runtime::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, Restarted, Runtime, RuntimeError,
@@ -52,6 +53,9 @@ pub struct Operations {
     pub pool: PgPool,
     pub polls: Polls,
     pub connections: Connections,
+    pub keys: KeysInForce,
+    /// The id of the key-encryption key that seals here.
+    pub seals_with: String,
     /// What was committed and the relay has not taken.
     pub committed: mpsc::Sender<OutboxRow>,
     pub been_ready: AtomicBool,
@@ -328,6 +332,7 @@ impl Runtime for Reported {
     }
 
     fn metrics(&self) -> String {
+        self.0.figures.keys(&self.0.keys.load(), Utc::now());
         self.0.figures.page(self.0.moment())
     }
 }

@@ -12,9 +12,11 @@ use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
+use crate::workers::keys::{Keeper, NodeAcceptor};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::relay::Relay;
+use crate::workers::rewrap::Rewrapper;
 use crate::workers::{figures, housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
@@ -29,6 +31,7 @@ use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::identity::proxies::Proxies;
+use edge::keys::{Keys, KeysInForce};
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
@@ -52,7 +55,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 use telemetry::Sampling;
 use tokio::net::TcpListener;
@@ -89,6 +92,8 @@ struct Process {
     committed: mpsc::Sender<OutboxRow>,
     relay: Arc<Relay>,
     audit_seal: Arc<AuditSeal>,
+    ring: Arc<KeyRing>,
+    keeper: Arc<Keeper>,
     polls: Polls,
     connections: Connections,
     stop_listening: CancellationToken,
@@ -139,11 +144,28 @@ impl Process {
         let view = Arc::new(View::new(me(member, &config)));
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
-        let (polls, connections) = (Polls::default(), Connections::default());
+        let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
+        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
+        let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
+        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
+        let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
+        let keeper = Arc::new(Keeper {
+            reads: reads.clone(),
+            secrets,
+            domain,
+            in_force: KeysInForce::new(keys),
+            changed: Arc::clone(&keys_changed),
+            bus: bus.clone(),
+            connections: connections.clone(),
+            acceptor: OnceLock::new(),
+            proxies: OnceLock::new(),
+        });
         let effects = Nudges {
             polls: polls.clone(),
             connections: connections.clone(),
             here: Arc::clone(&here),
+            keys_changed,
             bus: bus.clone(),
         };
         let look = Arc::new(Notify::new());
@@ -184,11 +206,12 @@ impl Process {
             pool: pool.clone(),
             polls: polls.clone(),
             connections: connections.clone(),
+            keys: keeper.in_force.clone(),
+            seals_with: ring.active().to_owned(),
             committed: committed.clone(),
             been_ready: AtomicBool::new(false),
         };
-        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
-        let audit_key = trust::audit_key(&Secrets::new(pool.clone(), ring)).await?;
+        let audit_key = trust::audit_key(&keeper.secrets).await?;
         let sealer = Sealer::new(pool.clone(), member, audit_key);
         let audit_seal = AuditSeal::new(Arc::clone(&host), bus.clone(), sealer, SealMetrics::register(&registry)?);
         if let Some(traces) = &traces {
@@ -213,6 +236,8 @@ impl Process {
             committed,
             relay,
             audit_seal: Arc::new(audit_seal),
+            ring,
+            keeper,
             polls,
             connections,
             stop_listening: CancellationToken::new(),
@@ -223,12 +248,11 @@ impl Process {
     /// What the handlers of the edge are given.
     async fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
-        let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
-        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
-        let secrets = Secrets::new(self.pool.clone(), Arc::clone(&ring));
+        let Keeper { secrets, domain, in_force, .. } = &*self.keeper;
+        let (domain, keys, ring) = (domain.clone(), in_force.clone(), Arc::clone(&self.ring));
         let api_ca = read_text(&config.tls_ca).await?;
-        let trust = trust::load(&secrets, domain, &config.bootstrap_verifier_keys, api_ca, ring).await?;
-        let authenticator = authenticator(config, &secrets, self.reads.clone()).await?;
+        let trust = trust::load(secrets, domain, keys, &config.bootstrap_verifier_keys, api_ca, ring).await?;
+        let authenticator = authenticator(config, secrets, self.reads.clone()).await?;
         let targets = ProbeTargets { allowed: config.probe_allowed.clone() };
         Ok(Services::new(Parts {
             directory: self.directory.clone(),
@@ -292,6 +316,14 @@ impl Process {
         let values = (Arc::clone(&self.here), self.reads.clone(), self.bus.clone());
         works.insert("policy", work(&values, |(here, reads, bus)| policy::keep(here, reads, bus)));
         works.insert("policy-words", work(&values, |(here, _, bus)| policy::listen(here, bus)));
+        works.insert("keys", work(&self.keeper, |keeper| async move { keeper.keep().await }));
+        works.insert("keys-words", work(&self.keeper, |keeper| async move { keeper.listen().await }));
+        let values = self.keeper.secrets.rewrap();
+        let (directory, host) = (self.directory.clone(), Arc::clone(&self.host));
+        let rewrapper = Rewrapper::register(&self.registry, directory, host, self.reads.clone(), values)?;
+        let rewrapper = (Arc::new(rewrapper), self.bus.clone());
+        works.insert("rewrap", work(&rewrapper, |(rewrapper, _)| async move { rewrapper.run().await }));
+        works.insert("rewrap-words", work(&rewrapper, |(rewrapper, bus)| async move { rewrapper.listen(bus).await }));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",
@@ -324,23 +356,20 @@ impl Process {
         let config = &self.config;
         let certificate_chain_pem = read_text(&config.tls_cert).await?;
         let key_pem = read_text(&config.tls_key).await?;
-        let ring = Arc::new(KeyRing::load(&config.kek_file)?);
-        let tickets = Arc::new(trust::tickets(&Secrets::new(self.pool.clone(), ring)).await?);
-        let tls = |client_authorities_pem| {
-            server_config(&ServerTls {
-                certificate_chain_pem: &certificate_chain_pem,
-                key_pem: &key_pem,
-                client_authorities_pem,
-                tickets: Some(Arc::clone(&tickets) as Arc<dyn rustls::server::ProducesTickets>),
-            })
-        };
+        let tickets = trust::tickets(&self.keeper.secrets).await?;
+        let tls = server_config(&ServerTls {
+            certificate_chain_pem: &certificate_chain_pem,
+            key_pem: &key_pem,
+            client_authorities_pem: None,
+            tickets: Some(Arc::new(tickets.under([0; 32]))),
+        })?;
         let mut listening = Vec::new();
         if config.roles.contains(&Role::Api) {
             listening.push((
                 "public-api",
                 Listening {
                     at: bind(config.public_listen).await?,
-                    tls: Arc::new(ArcSwap::from_pointee(tls(None)?)),
+                    tls: Arc::new(ArcSwap::from_pointee(tls)),
                     router: edge::api::router(services.clone()),
                     connections: self.connections.clone(),
                     trust_domain: None,
@@ -351,15 +380,18 @@ impl Process {
             ));
         }
         if config.roles.contains(&Role::NodeApi) {
+            let keys = self.keeper.in_force.load();
+            let acceptor = NodeAcceptor::new(certificate_chain_pem, key_pem, tickets, &keys)?;
+            let proxies = proxies(config, services)?;
             listening.push((
                 "node-api",
                 Listening {
                     at: bind(config.node_listen).await?,
-                    tls: Arc::new(ArcSwap::from_pointee(tls(Some(services.trust.node_ca.certificate_pem()))?)),
+                    tls: self.keeper.acceptor.get_or_init(|| acceptor).config(),
                     router: edge::node_api::router(services.clone()),
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
-                    proxies: proxies(config, services)?,
+                    proxies: self.keeper.proxies.get_or_init(|| proxies).clone(),
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -414,8 +446,8 @@ impl Process {
 fn proxies(config: &Config, services: &Services) -> anyhow::Result<Option<Arc<Proxies>>> {
     let Some(NodeProxies { forwarding, networks }) = &config.node_proxies else { return Ok(None) };
     tracing::info!(%forwarding, ?networks, "the node API takes the word of proxies for client certificates");
-    let authorities = services.trust.node_ca.certificate_pem();
-    Ok(Some(Arc::new(Proxies::new(*forwarding, networks.clone(), authorities)?)))
+    let authorities = services.trust.keys.load().node.bundle_pem();
+    Ok(Some(Arc::new(Proxies::new(*forwarding, networks.clone(), &authorities)?)))
 }
 
 /// For operators, on an address that they keep to themselves. It says that the process is stopping until the last connection is closed.
@@ -463,6 +495,7 @@ struct Nudges {
     polls: Polls,
     connections: Connections,
     here: Arc<Here>,
+    keys_changed: Arc<Notify>,
     bus: Bus,
 }
 
@@ -473,6 +506,7 @@ impl Effects for Nudges {
             Effect::CloseNode(node) => Nudge::Close(node),
             // The others hear of the event.
             Effect::ReadPolicy => return self.here.policy_written.notify_one(),
+            Effect::ReadKeys => return self.keys_changed.notify_one(),
         };
         act(nudge, &self.polls, &self.connections);
         let bus = self.bus.clone();

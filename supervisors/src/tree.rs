@@ -56,9 +56,13 @@ pub const TREE: &[Row] = &[
     row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("rewrap", "entities", &[Role::Entities], BOUNDED, "seals anew what a key of the key ring has sealed that goes"),
+    row("rewrap-words", "rewrap", &[Role::Entities], ALWAYS, "hears that a key of the key ring was put to use"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
+    row("keys", "root", EVERY, ALWAYS, "follows the rotation of keys"),
+    row("keys-words", "keys", EVERY, ALWAYS, "hears that keys were rotated"),
     row("figures", "root", EVERY, BOUNDED, "reads now and then what is shown on /metrics"),
     row("trace-export", "root", EVERY, BOUNDED, "sends spans to the collector, where one is configured"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
@@ -74,12 +78,12 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep"];
+pub const BESIDE: &[&str] = &["rest", "sweep", "rewrap"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
 pub const SHUTDOWN: &[&str] =
-    &["edge", "provisioning", "entities", "outbox-relay", "policy", "figures", "cluster", "trace-export"];
+    &["edge", "provisioning", "entities", "outbox-relay", "policy", "keys", "figures", "cluster", "trace-export"];
 
 const fn row(
     name: &'static str,

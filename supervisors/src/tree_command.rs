@@ -5,7 +5,7 @@ use comfy_table::{Table, presets};
 use edge::runtime::{EntityNode, MemberNode, QueueNode, ShardState, Tree};
 use std::io::Write;
 
-/// Whom to ask, as whom, and for what.
+/// Whom to ask, and for what.
 #[derive(Debug, clap::Args)]
 pub struct TreeArgs {
     #[command(flatten)]
@@ -67,8 +67,13 @@ fn print(out: &mut impl Write, tree: &Tree) -> std::io::Result<()> {
 }
 
 fn print_member(out: &mut impl Write, member: &MemberNode) -> std::io::Result<()> {
-    let MemberNode { name, id, shards, awake, mailbox_depth, .. } = member;
-    writeln!(out, "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting")?;
+    let MemberNode { name, id, shards, awake, mailbox_depth, key_sets, .. } = member;
+    let keys: Vec<_> = key_sets.iter().map(|(purpose, version)| format!("{purpose} {version}")).collect();
+    let keys = keys.join(", ");
+    writeln!(
+        out,
+        "{name}  {id}  {shards} shards, {awake} entities awake, {mailbox_depth} commands waiting, keys: {keys}"
+    )?;
     print_below(out, member, "root", 1)
 }
 

@@ -6,12 +6,9 @@
 
 #[path = "api/baseline.rs"]
 mod baseline;
-#[path = "api/caller.rs"]
-mod caller;
 
 use anyhow::{Context, ensure};
 use baseline::Baseline;
-use caller::{Caller, Request};
 use futures::future::{join_all, try_join_all};
 use hdrhistogram::Histogram;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -19,6 +16,7 @@ use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use supervisors::dev::identity::Person;
+use tests::bench::caller::{Caller, Request};
 use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
 use tests::world::client::Client;
 use tests::world::{World, id_of};

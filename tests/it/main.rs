@@ -11,6 +11,7 @@ mod generated_client;
 mod harness;
 mod ingress;
 mod input;
+mod keys;
 mod main_job;
 mod node_life;
 mod observability;

@@ -1,6 +1,7 @@
 //! What all benchmarks share: ours and the baseline in turns within one run, the median of their ratios, a table for people and
 //! `target/bench/NAME.json` for machines.
 
+pub mod caller;
 pub mod postgres;
 
 use anyhow::{Context, ensure};
@@ -11,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long a benchmark takes: rounds of so many seconds for each thing that is measured. `BENCH_ROUNDS` and `BENCH_SECONDS`
-/// shorten a look; figures that are compared come from the defaults.
+/// shorten a look; figures that are compared come from the defaults (of seconds: 4, where the benchmark does not say another).
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     pub rounds: usize,
@@ -22,12 +23,20 @@ impl Plan {
     /// # Errors
     /// Where one of the variables is not a number.
     pub fn from_environment() -> anyhow::Result<Self> {
+        Self::of_seconds(4.0)
+    }
+
+    /// The same, where each thing takes another time unless told.
+    ///
+    /// # Errors
+    /// Where one of the variables is not a number.
+    pub fn of_seconds(default: f64) -> anyhow::Result<Self> {
         let number = |name: &str, default: f64| match std::env::var(name) {
             Ok(text) => text.parse::<f64>().with_context(|| format!("{name}={text} is not a number")),
             Err(_) => Ok(default),
         };
         let rounds = number("BENCH_ROUNDS", 5.0)?.max(1.0) as usize;
-        Ok(Self { rounds, each: Duration::from_secs_f64(number("BENCH_SECONDS", 4.0)?.max(0.1)) })
+        Ok(Self { rounds, each: Duration::from_secs_f64(number("BENCH_SECONDS", default)?.max(0.1)) })
     }
 }
 

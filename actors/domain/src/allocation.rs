@@ -183,6 +183,10 @@ pub enum Command {
     },
     /// Its tenant still counts it against the quota.
     StillCounted,
+    /// The request as it came in, sealed anew under another key.
+    Reseal {
+        scheduler_request_enc: String,
+    },
     Tick,
 }
 
@@ -201,6 +205,7 @@ impl machine::Command for Command {
             Self::Cleaned { .. } => "cleaned",
             Self::CleanupFailed { .. } => "cleanup_failed",
             Self::StillCounted => "still_counted",
+            Self::Reseal { .. } => "reseal",
             Self::Tick => "tick",
         }
     }
@@ -218,6 +223,7 @@ impl machine::Command for Command {
             | Self::Cleaned { .. }
             | Self::CleanupFailed { .. }
             | Self::StillCounted
+            | Self::Reseal { .. }
             | Self::Tick => Action::Advance,
         }
     }

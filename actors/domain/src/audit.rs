@@ -83,12 +83,16 @@ actions! {
     SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
 
     PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
+    PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";
     ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
     ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
     ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
+    KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
+    KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
+    KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 

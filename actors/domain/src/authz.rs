@@ -150,6 +150,8 @@ pub enum Action {
     RescueAllocations,
     /// Set policy values.
     ManagePolicy,
+    /// See where the service's own keys stand, and rotate them.
+    RotateKeys,
     /// Rent GPUs.
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
@@ -166,7 +168,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -176,6 +178,7 @@ impl Action {
         Self::OperateRuntime,
         Self::RescueAllocations,
         Self::ManagePolicy,
+        Self::RotateKeys,
         Self::Rent,
         Self::Release,
         Self::KeepKeys,
@@ -193,7 +196,7 @@ impl Action {
             | Self::OperateRuntime
             | Self::RescueAllocations
             | Self::ManagePolicy => Rule::Admin,
-            Self::BindPlatformRoles => Rule::AdminInPerson,
+            Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),

@@ -5,7 +5,8 @@
 //! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
 
 use crate::allocation::{self, Placed};
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, PolicyId, PolicyValueId, SkuId};
+use crate::id::{AllocationId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId};
+use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
 use crate::policy;
@@ -48,8 +49,11 @@ pub enum Event {
     // The catalog speaks.
     SkuStateChanged { sku_id: SkuId, from: Option<String>, to: String },
 
-    // An administrator has set a value: what every process remembers of the policy is old.
+    // An administrator has set a value or taken one back: what every process remembers of the policy is old.
     PolicyWritten { policy_id: PolicyId, value_id: PolicyValueId, policy: policy::Key, effective_at: Timestamp },
+
+    // An operator has rotated keys: what every process remembers of them is old.
+    TrustChanged { set_id: KeySetId, purpose: Purpose, version: u64 },
 }
 
 /// A JetStream stream.
@@ -99,6 +103,9 @@ pub enum Reaction {
 }
 
 impl Event {
+    /// The subject on which every process hears that keys were rotated.
+    pub const TRUST_CHANGED: &'static str = "node.trust_changed";
+
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
@@ -124,6 +131,7 @@ impl Event {
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
+            Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
         }
     }
 
@@ -156,6 +164,7 @@ impl Event {
             | Self::TenantRemains { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
             Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
+            Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
         }
     }
 
@@ -209,7 +218,8 @@ impl Event {
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
             | Self::SkuStateChanged { .. }
-            | Self::PolicyWritten { .. } => Reaction::Nothing,
+            | Self::PolicyWritten { .. }
+            | Self::TrustChanged { .. } => Reaction::Nothing,
         }
     }
 }
@@ -262,6 +272,7 @@ mod tests {
                 policy: policy::Key::RateLimitApi,
                 effective_at: deadline_at,
             },
+            Event::TrustChanged { set_id: KeySetId(Uuid::from_u128(6)), purpose: Purpose::NodeCa, version: 1 },
         ]
     }
 
@@ -287,6 +298,7 @@ mod tests {
             Event::SkuStateChanged { .. } => 16,
             Event::AllocationCounted { .. } => 17,
             Event::PolicyWritten { .. } => 18,
+            Event::TrustChanged { .. } => 19,
         }
     }
 

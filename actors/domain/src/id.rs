@@ -68,6 +68,8 @@ typed_id! {
     PolicyId,
     /// One policy value that was written.
     PolicyValueId,
+    /// The keys of one purpose.
+    KeySetId,
 }
 
 macro_rules! kinds {
@@ -113,6 +115,8 @@ kinds! {
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.
     Policy = "policy": crate::policy::ScopeValues,
+    /// The keys of one purpose, and where each stands in its rotation.
+    KeySet = "key_set": crate::key_set::KeySet,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

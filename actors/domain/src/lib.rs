@@ -19,6 +19,7 @@ pub mod commit;
 pub mod event;
 pub mod id;
 pub mod invariant;
+pub mod key_set;
 pub mod machine;
 pub mod money;
 pub mod node;
@@ -36,7 +37,7 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BindingId, CommandId, EntityRef, EventId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
+    AllocationId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
     ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};

@@ -235,6 +235,8 @@ pub enum Effect {
     CloseNode(NodeId),
     /// This process should read the policy values now; the others hear of it by the event.
     ReadPolicy,
+    /// This process should read the keys in force now; the others hear of it by the event.
+    ReadKeys,
 }
 
 #[cfg(test)]

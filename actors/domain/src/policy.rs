@@ -6,7 +6,7 @@ mod book;
 mod scope_values;
 
 pub use book::{Crossing, PolicyBook, Resolved, Scope, Scopes};
-pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, Written};
+pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, TakeBack, Written};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -133,6 +133,9 @@ policy_keys! {
     NodeCertificateTtl = "node.certificate_ttl_seconds": int(86_400, 30, 2_592_000), "Life of a node certificate.";
     NodeTaskTimeout = "node.task_timeout_seconds": int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
     NodeDrainOverdue = "node.drain_overdue_seconds": int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
+    KeysTaskGrace = "keys.task_grace_seconds": int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";
+    KeysRenewalSpread = "keys.renewal_spread_seconds": int(600, 1, 86_400), "Over how long nodes renew their certificates when the authority of these goes.";
+    KeysRotationOverdue = "keys.rotation_overdue_seconds": int(604_800, 60, 31_536_000), "How long a key may wait for the next step of its rotation before it shows as overdue.";
     SkuApprovalTtl = "sku.approval_ttl_seconds": int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 

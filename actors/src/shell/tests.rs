@@ -83,6 +83,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
             Effect::WakeNode(NodeId(id)) => format!("wake {}", id.as_u128()),
             Effect::CloseNode(NodeId(id)) => format!("close {}", id.as_u128()),
             Effect::ReadPolicy => "read policy".to_owned(),
+            Effect::ReadKeys => "read keys".to_owned(),
         },
         Output::Sleep => "sleep".to_owned(),
         Output::Die(reason) => format!("die: {reason}"),
@@ -326,6 +327,24 @@ fn a_rejected_repetition_gets_its_first_reply() {
         assert_eq!(bench.on(Input::Sleep), NOTHING);
         assert_eq!(bench.on(Input::Looked(found)), [answer, "2: 2 unchanged at 5"]);
     }
+}
+
+#[test]
+fn a_repetition_with_nothing_left_to_do_gets_its_first_reply() {
+    let cases = [
+        (Ok(Some(done(&key("k"), Some("1")))), "1: 1 replayed at 5"),
+        (Ok(Some(Done { digest: [9; 32], ..done(&key("k"), None) })), "1: the command id was used for another request"),
+        (Ok(None), "1: 2 unchanged at 5"),
+        (Err(unreachable()), "1: unavailable: the store cannot be read: unreachable"),
+    ];
+    for (found, answer) in cases {
+        let mut bench = Bench::ready();
+        assert_eq!(bench.ask_once(1, Count::Read, key("k")), ["look up"]);
+        assert_eq!(bench.on(Input::Looked(found)), [answer]);
+    }
+    // What an event asks has nobody who reads the reply.
+    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
+    assert_eq!(Bench::ready().ask_once(1, Count::Read, event), ["1: 2 unchanged at 5"]);
 }
 
 #[test]

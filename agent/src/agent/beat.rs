@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{TimeDelta, Utc};
-use tracing::warn;
+use tracing::{info, warn};
 use wire::PROTOCOL;
 use wire::VerifierSet;
+use wire::bundle::fingerprint;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
 
 use super::execute::Stage;
@@ -38,6 +39,8 @@ impl Agent {
                     backoff.reset();
                     clock_is_off = warn_of_clock(&answer, clock_is_off);
                     self.follow_verifiers(&answer.verifier_sets);
+                    self.follow_authorities(&answer);
+                    self.heard.notify_one();
                     self.poll_settings.send_replace(answer.poll);
                     if !self.wait_for_next_beat(answer.next_heartbeat_seconds).await {
                         return;
@@ -80,6 +83,8 @@ impl Agent {
             health,
             verifier_set_version: held(&self.verifiers).version(),
             running: self.running(),
+            // One that cannot be read is said not to be there, and is sent anew.
+            node_ca_bundle_fingerprint: Some(self.identities.node_cas_fingerprint().ok().flatten().unwrap_or_default()),
         }
     }
 
@@ -102,6 +107,18 @@ impl Agent {
         drop(verifiers);
         if let Err(fatal) = followed {
             self.fail(fatal);
+        }
+    }
+
+    fn follow_authorities(&self, answer: &HeartbeatAnswer) {
+        if let Some(bundle) = &answer.node_ca_bundle_pem {
+            match self.identities.store_node_cas(bundle) {
+                Ok(()) => info!(fingerprint = fingerprint(bundle), "the authorities of nodes changed"),
+                Err(error) => return self.fail(error.into()),
+            }
+        }
+        if let Some(seconds) = answer.renew_within_seconds {
+            self.renew_within.send_replace(Some(Duration::from_secs(seconds.into())));
         }
     }
 }

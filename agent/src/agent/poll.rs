@@ -22,6 +22,9 @@ const TOO_SOON: Duration = Duration::from_millis(500);
 /// Longest pause after a poll that brought nothing to do; the next task may be a good one.
 const FRUITLESS_MAX: Duration = Duration::from_secs(2);
 
+/// How long the first poll waits for the answer to a heartbeat.
+const HEARD_WITHIN: Duration = Duration::from_secs(3);
+
 /// Whether something was gained by a poll.
 #[derive(PartialEq, Eq)]
 enum Gain {
@@ -37,6 +40,12 @@ impl Agent {
         let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_MAX);
         let mut is_polling = false;
         let session = uuid::Uuid::new_v4();
+        // Keys may have rotated while nobody was here: the answer to a heartbeat says so, and the first task is then known.
+        tokio::select! {
+            () = self.heard.notified() => {}
+            () = tokio::time::sleep(HEARD_WITHIN) => {}
+            () = self.stop.cancelled() => return,
+        }
         loop {
             // No task is asked for that could not be begun.
             let slot = tokio::select! {

@@ -1,5 +1,6 @@
 //! The certificate's renewal, from half of its life on.
 
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -13,6 +14,9 @@ use crate::backoff::Backoff;
 use crate::identity::Identity;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
+
+/// A session so young is not given up because of one refused certificate.
+const SETTLED: Duration = Duration::from_secs(2);
 
 /// Why there is no new certificate yet.
 enum Failed {
@@ -31,10 +35,26 @@ impl Agent {
         loop {
             let identity = self.identity();
             let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
-            if !self.pause(wait).await || !self.renew_once().await {
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = self.authority_goes() => {}
+                () = self.stop.cancelled() => return,
+            }
+            self.renew_within.send_replace(None);
+            if !self.renew_once().await {
                 return;
             }
         }
+    }
+
+    /// Until the control plane wants the certificate renewed before its time, and a random part of the time that it gives a fleet for it.
+    async fn authority_goes(&self) {
+        let mut wanted = self.renew_within.subscribe();
+        let Ok(within) = wanted.wait_for(Option::is_some).await.map(|within| within.unwrap_or_default()) else {
+            return std::future::pending().await;
+        };
+        info!(within_seconds = within.as_secs(), "the certificate's authority goes: renewing");
+        tokio::time::sleep(within.mul_f64(rand::random())).await;
     }
 
     /// Tries until there is a new certificate. Returns whether the agent goes on.
@@ -97,20 +117,38 @@ impl Agent {
             recovered = self.recover(identity.not_after) => recovered,
             () = self.stop.cancelled() => return false,
         };
-        match recovered {
-            Ok(()) => true,
-            Err(fatal) => {
-                self.fail(fatal);
-                false
-            }
+        self.goes_on_after(recovered)
+    }
+
+    /// Recovers an identity whose certificate is by an authority that is not trusted any more, as if it had ended: there is no way to
+    /// renew it. Returns whether the agent goes on.
+    pub(super) async fn replace_refused_certificate(&self) -> bool {
+        let _alone = self.recovering.lock().await;
+        let (not_after, age) = {
+            let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
+            (session.identity.not_after, session.since.elapsed())
+        };
+        // What was refused is the one before, or a replica has not heard of the new authority: the same request decides it.
+        if self.config.enrollment_token.is_none() || age < SETTLED {
+            return true;
         }
+        warn!(certificate_not_after = %not_after, "the certificate's authority is not trusted any more");
+        let recovered = tokio::select! {
+            recovered = self.recover(not_after) => recovered,
+            () = self.stop.cancelled() => return false,
+        };
+        self.goes_on_after(recovered)
+    }
+
+    fn goes_on_after(&self, recovered: Result<(), Fatal>) -> bool {
+        recovered.map_err(|fatal| self.fail(fatal)).is_ok()
     }
 
     async fn recover(&self, not_after: DateTime<Utc>) -> Result<(), Fatal> {
         if self.config.enrollment_token.is_none() {
             return Err(Fatal::CertificateExpired { not_after });
         }
-        warn!(certificate_not_after = %not_after, "the certificate has expired: recovering the identity");
+        warn!(certificate_not_after = %not_after, "recovering the identity");
         let applicant = Applicant {
             config: &self.config,
             identities: &self.identities,

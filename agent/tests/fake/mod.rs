@@ -89,6 +89,11 @@ pub struct Behaviour {
     pub results: StatusCode,
     pub certificate_life: TimeDelta,
     pub verifier_sets: Vec<VerifierSet>,
+    /// Is sent whatever the agent knows.
+    pub lowest_set: Option<VerifierSet>,
+    /// The bundle of node authorities, PEM.
+    pub node_authorities: Option<String>,
+    pub renew_within_seconds: Option<u32>,
     /// Answers have nothing that this generation of the protocol did not say yet; of the one in force, everything.
     pub generation: u16,
     /// Heartbeats and enrollments of a newer protocol than this one's are refused.
@@ -113,6 +118,9 @@ impl Fake {
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
             verifier_sets: vec![],
+            lowest_set: None,
+            node_authorities: None,
+            renew_within_seconds: None,
             generation: PROTOCOL,
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
@@ -360,6 +368,7 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
         not_after,
         recovery: Recovery { identity_generation: shared.seen.lock().unwrap().generation, remaining: 5 },
         verifier_sets: vec![],
+        node_ca_bundle_pem: None,
     }
 }
 
@@ -454,16 +463,23 @@ async fn result(
 
 async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
     let (known, protocol) = (heartbeat.verifier_set_version, heartbeat.protocol);
+    let kept = heartbeat.node_ca_bundle_fingerprint.clone();
     shared.seen.lock().unwrap().heartbeats.push(heartbeat);
     if let Some(refused) = not_spoken(&shared, protocol) {
         return refused;
     }
-    let sets = shared.behaviour.lock().unwrap().verifier_sets.clone();
+    let (sets, lowest, authorities, renew_within_seconds) = {
+        let behaviour = shared.behaviour.lock().unwrap();
+        let lowest = behaviour.lowest_set.clone();
+        (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
+    };
     let answer = HeartbeatAnswer {
         server_time: Utc::now(),
         next_heartbeat_seconds: 1,
-        verifier_sets: sets.into_iter().filter(|set| set.version > known).collect(),
+        verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
+        node_ca_bundle_pem: authorities.filter(|pem| kept != Some(fingerprint(pem))),
+        renew_within_seconds,
     };
     said(&shared, "heartbeat_answer", answer).into_response()
 }

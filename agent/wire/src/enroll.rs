@@ -52,6 +52,9 @@ pub struct EnrollAnswer {
     /// Verifier sets that the agent may not know yet, lowest version first.
     #[serde(default)]
     pub verifier_sets: Vec<VerifierSet>,
+    /// All authorities that certify nodes, PEM; more than one while they change.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_ca_bundle_pem: Option<String>,
 }
 
 /// Answer to `GET /internal/v1/nodes/{id}/recover/nonce` (200).

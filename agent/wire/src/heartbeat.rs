@@ -22,6 +22,9 @@ pub struct Heartbeat {
     pub verifier_set_version: u64,
     /// Tasks whose effect is under way.
     pub running: Vec<RunningTask>,
+    /// [`fingerprint`](crate::bundle::fingerprint) of the node-CA bundle that the agent keeps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_ca_bundle_fingerprint: Option<String>,
 }
 
 /// A task under way on the node.
@@ -109,6 +112,12 @@ pub struct HeartbeatAnswer {
     #[serde(default)]
     pub verifier_sets: Vec<VerifierSet>,
     pub poll: PollSettings,
+    /// The authorities that certify nodes, PEM, where the agent keeps others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_ca_bundle_pem: Option<String>,
+    /// The authority of the certificate that the agent showed goes: it is to be renewed at some moment of this time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub renew_within_seconds: Option<u32>,
 }
 
 /// How the agent is to poll for tasks.

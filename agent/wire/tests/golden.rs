@@ -143,6 +143,7 @@ fn enroll_answer() {
         not_after: at(86_400),
         recovery: Recovery { identity_generation: 1, remaining: 5 },
         verifier_sets: vec![verifier_set()],
+        node_ca_bundle_pem: Some("-----BEGIN CERTIFICATE-----\n".into()),
     });
 }
 
@@ -206,6 +207,7 @@ fn heartbeat() {
         },
         verifier_set_version: 1,
         running: vec![RunningTask { task_id: id(2), attempt: 1 }],
+        node_ca_bundle_fingerprint: Some(fingerprint("-----BEGIN CERTIFICATE-----\n")),
     });
 }
 
@@ -216,6 +218,8 @@ fn heartbeat_answer() {
         next_heartbeat_seconds: 15,
         verifier_sets: vec![],
         poll: PollSettings::default(),
+        node_ca_bundle_pem: Some("-----BEGIN CERTIFICATE-----\n".into()),
+        renew_within_seconds: Some(600),
     });
 }
 

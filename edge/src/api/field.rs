@@ -12,7 +12,7 @@ use crate::secret_shape::holds_a_secret;
 
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
-    ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:literal, $fits:expr;)+) => {$(
+    ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:expr, $fits:expr;)+) => {$(
         $(#[doc = $doc])+
         #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         #[serde(transparent)]
@@ -122,7 +122,10 @@ impl Visitor<'_> for Whole {
     }
 }
 
-fn without_control(text: &str) -> bool {
+/// What [`without_control`] says, for the description.
+pub(crate) const WITHOUT_CONTROL: &str = r"^[^\u0000-\u001f\u007f-\u009f]+$";
+
+pub(crate) fn without_control(text: &str) -> bool {
     !text.chars().any(char::is_control)
 }
 
@@ -133,10 +136,10 @@ fn is_code(text: &str) -> bool {
 
 texts! {
     /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
-    Reason: 500, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+    Reason: 500, "text without control characters and without secrets", WITHOUT_CONTROL,
         |text| without_control(text) && !holds_a_secret(text);
     /// What people call it. What looks like a key, a token or a password is refused.
-    Label: 100, "text without control characters and without secrets", r"^[^\u0000-\u001f\u007f-\u009f]+$",
+    Label: 100, "text without control characters and without secrets", WITHOUT_CONTROL,
         |text| without_control(text) && !holds_a_secret(text);
     /// A text that somebody reads as a whole.
     Statement: 4000, "text without control characters other than line ends and without secrets",
@@ -161,9 +164,9 @@ texts! {
     PublicKeyText: 8192, "one public key in OpenSSH's text form",
         r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
     /// An id of the identity provider, as the access token names it.
-    ClaimId: 255, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    ClaimId: 255, "text without control characters", WITHOUT_CONTROL, without_control;
     /// Who did something, as the audit log names them: what they are, a colon, their id.
-    ActorName: 300, "text without control characters", r"^[^\u0000-\u001f\u007f-\u009f]+$", without_control;
+    ActorName: 300, "text without control characters", WITHOUT_CONTROL, without_control;
     /// A name in the audit log: an action, a kind, a correlation id.
     AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
@@ -175,6 +178,11 @@ texts! {
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
             && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
+    /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.
+    KeyId: 64, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    /// A policy value as a text: 120, true, user-revoke.
+    PolicyText: 255, "text without control characters", WITHOUT_CONTROL, without_control;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());

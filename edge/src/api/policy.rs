@@ -1,5 +1,8 @@
 //! Business values, read at run time: the catalog of keys, what is set for whom, and what holds (decisions 7, *Policy*).
 
+mod given;
+mod take_back;
+
 use actors::place::id_of_name;
 use axum::Json;
 use axum::extract::State;
@@ -11,11 +14,12 @@ use domain::policy::{
 };
 use domain::{Kind, PolicyId};
 use persistence::read::{Cursor, PolicyFilter, PolicyRow};
-use serde::{Deserialize, Deserializer, Serialize};
-use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, SchemaType, Type};
-use utoipa::openapi::{RefOr, Schema};
-use utoipa::{IntoParams, PartialSchema, ToSchema};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
+
+use given::{Given, present};
+pub(super) use take_back::*;
 
 use super::asking::{ByAdmin, replayed};
 use super::field::{ClaimId, PolicyKey, Reason};
@@ -24,9 +28,6 @@ use crate::body::{self, Query};
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
-
-/// The longest text that is read as a value.
-const MAX_TEXT: usize = 255;
 
 /// A value to be set.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -61,11 +62,6 @@ pub(super) struct ScopeFields {
     #[serde(skip_serializing_if = "Option::is_none")]
     plan: Option<ClaimId>,
 }
-
-/// A value as it was sent: any JSON, until its key says what it must be.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(transparent)]
-pub(super) struct Given(serde_json::Value);
 
 /// Which values.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
@@ -341,45 +337,6 @@ impl From<Scope> for ScopeFields {
         }
         fields
     }
-}
-
-impl Given {
-    /// `None` for what no key takes: 1.0 and 1e3 too, which are no whole numbers as they are written.
-    fn read(&self) -> Option<Value> {
-        match &self.0 {
-            serde_json::Value::Bool(value) => Some(Value::Bool(*value)),
-            serde_json::Value::Number(number) => number.as_i64().map(Value::Int),
-            serde_json::Value::String(text) if text.len() <= MAX_TEXT => Some(Value::Text(text.clone())),
-            serde_json::Value::String(_)
-            | serde_json::Value::Null
-            | serde_json::Value::Array(_)
-            | serde_json::Value::Object(_) => None,
-        }
-    }
-}
-
-impl PartialSchema for Given {
-    fn schema() -> RefOr<Schema> {
-        let one = |of: Type| ObjectBuilder::new().schema_type(SchemaType::new(of));
-        let of = OneOfBuilder::new()
-            .item(one(Type::Integer))
-            .item(one(Type::Boolean))
-            .item(one(Type::String).max_length(Some(MAX_TEXT)))
-            .description(Some("A whole number, a text, true or false, by the type of its key."))
-            .build();
-        RefOr::T(Schema::OneOf(of))
-    }
-}
-
-impl ToSchema for Given {
-    fn name() -> std::borrow::Cow<'static, str> {
-        "PolicyValueOfKey".into()
-    }
-}
-
-/// Tells a field that is null from one that is left out.
-fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Given>>, D::Error> {
-    Option::<Given>::deserialize(deserializer).map(Some)
 }
 
 fn view(scope: Scope, written: Written) -> ValueView {

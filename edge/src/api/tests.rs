@@ -6,6 +6,7 @@ mod audit;
 mod contract;
 mod errors;
 mod inputs;
+mod keys;
 mod nodes;
 mod overview;
 mod people;

@@ -31,6 +31,7 @@ pub enum Code {
     IdempotencyInProgress,
     IdempotencyKeyReused,
     RateLimited,
+    HeadersTooLarge,
     InternalError,
     UpstreamError,
     ServiceUnavailable,
@@ -68,7 +69,7 @@ const fn row(
 
 impl Code {
     /// Every code, in the order of the table.
-    pub const ALL: [Code; 26] = [
+    pub const ALL: [Code; 27] = [
         Code::InvalidRequest,
         Code::ProbeTargetDenied,
         Code::PolicyOutOfBounds,
@@ -91,6 +92,7 @@ impl Code {
         Code::IdempotencyInProgress,
         Code::IdempotencyKeyReused,
         Code::RateLimited,
+        Code::HeadersTooLarge,
         Code::InternalError,
         Code::UpstreamError,
         Code::ServiceUnavailable,
@@ -307,6 +309,13 @@ impl Code {
                 "Wait as long as `Retry-After` says, and keep to the rate in `RateLimit-Policy`.",
             )
             .after(1),
+            Self::HeadersTooLarge => row(
+                "headers_too_large",
+                S::REQUEST_HEADER_FIELDS_TOO_LARGE,
+                "the target and the headers are over the limit",
+                &["The request line and the headers together are over `details.limit_bytes`, or there are more than `details.limit_count` headers."],
+                "Send a shorter target and fewer or shorter headers; the connection may have been closed, so open another one.",
+            ),
             Self::InternalError => row(
                 "internal_error",
                 S::INTERNAL_SERVER_ERROR,
@@ -390,6 +399,7 @@ impl Code {
             StatusCode::PAYLOAD_TOO_LARGE => Self::PayloadTooLarge,
             StatusCode::UNSUPPORTED_MEDIA_TYPE => Self::UnsupportedMediaType,
             StatusCode::UPGRADE_REQUIRED => Self::UpgradeRequired,
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE | StatusCode::URI_TOO_LONG => Self::HeadersTooLarge,
             StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => Self::ServiceUnavailable,
             StatusCode::BAD_GATEWAY => Self::UpstreamError,
             other if other.is_client_error() => Self::InvalidRequest,
@@ -440,6 +450,8 @@ mod tests {
                 "422 idempotency_key_reused",
                 "426 upgrade_required",
                 "429 rate_limited",
+                // RFC 6585; beside what was decided, see decisions/0012.
+                "431 headers_too_large",
                 "500 internal_error",
                 "502 upstream_error",
                 "503 service_unavailable overloaded",

@@ -56,7 +56,7 @@ pub(super) async fn enroll(
         digest_of(&[issued.serial.as_bytes()]),
     );
     let answered = api.ask_until_certain(&scope, node_id, command, once).await.map_err(refused_enrollment)?;
-    let answer = answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version))?;
+    let answer = api.answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version))?;
     Ok((StatusCode::CREATED, Json(answer)))
 }
 
@@ -72,7 +72,7 @@ pub(super) async fn renew(
     let command = Command::Renew { serial: node.serial, issued: certificate(&issued) };
     let answered = api.ask(&scope, node_id, command, |asked| asked).await.map_err(refused)?;
     // Rotations are told by heartbeats: a renewal names no version.
-    answer(issued, &answered.reply, Vec::new()).map(Json)
+    api.answer(issued, &answered.reply, Vec::new()).map(Json)
 }
 
 impl NodeApi {
@@ -80,7 +80,8 @@ impl NodeApi {
         let world = &self.services.world;
         let now = world.now();
         let ttl = world.policy().seconds(Key::NodeCertificateTtl, &Scopes::global(), now);
-        self.services.trust.node_ca.issue(node_id.0, csr_pem, now, now + ttl).map_err(|error| match error {
+        let authorities = &self.services.trust.keys.load().node;
+        authorities.issue(node_id.0, csr_pem, now, now + ttl).map_err(|error| match error {
             IssueError::Request(csr) => {
                 ApiError::invalid_request(format!("The certificate request cannot be used: {csr}."))
                     .detail("field", "csr_pem")
@@ -91,22 +92,28 @@ impl NodeApi {
 
     /// The verifier sets that an agent lacks whose newest is `version`.
     pub(super) fn verifier_sets_after(&self, version: u64) -> Vec<VerifierSet> {
-        let in_force = &self.services.trust.verifier_set;
-        if in_force.version > version { vec![in_force.clone()] } else { Vec::new() }
+        self.services.trust.keys.load().task.sets_after(version)
+    }
+
+    pub(super) fn answer(
+        &self,
+        issued: Issued,
+        reply: &Reply,
+        verifier_sets: Vec<VerifierSet>,
+    ) -> Result<EnrollAnswer, ApiError> {
+        let Reply::Enrolled { identity_generation, recoveries_left } = reply else { return Err(unexpected(reply)) };
+        Ok(EnrollAnswer {
+            certificate_pem: issued.certificate_pem,
+            chain_pem: issued.chain_pem,
+            not_after: issued.not_after,
+            recovery: Recovery { identity_generation: u64::from(*identity_generation), remaining: *recoveries_left },
+            verifier_sets,
+            node_ca_bundle_pem: Some(self.services.trust.keys.load().node.bundle_pem()),
+        })
     }
 }
 
 pub(super) fn certificate(issued: &Issued) -> Certificate {
-    Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0 }
-}
-
-pub(super) fn answer(issued: Issued, reply: &Reply, verifier_sets: Vec<VerifierSet>) -> Result<EnrollAnswer, ApiError> {
-    let Reply::Enrolled { identity_generation, recoveries_left } = reply else { return Err(unexpected(reply)) };
-    Ok(EnrollAnswer {
-        certificate_pem: issued.certificate_pem,
-        chain_pem: issued.chain_pem,
-        not_after: issued.not_after,
-        recovery: Recovery { identity_generation: u64::from(*identity_generation), remaining: *recoveries_left },
-        verifier_sets,
-    })
+    let authority = Some(issued.authority.clone());
+    Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0, authority }
 }

@@ -1,7 +1,7 @@
 //! How a node whose certificate has ended comes back to its identity (decisions 4).
 
 use super::answer::{refused_enrollment, token_refused};
-use super::enrollment::{answer, certificate};
+use super::enrollment::certificate;
 use super::gate::Admitted;
 use super::spoken::Spoken;
 use super::{NodeApi, inventory};
@@ -70,5 +70,5 @@ pub(super) async fn recover(
     if answered.reply == Reply::CloneSuspected {
         return Err(token_refused("an old identity generation was shown: another machine has this node's state"));
     }
-    answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version)).map(Json)
+    api.answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version)).map(Json)
 }

@@ -9,7 +9,7 @@ use super::{NodeApi, unexpected};
 use crate::body::Query;
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::identity::NodeIdentity;
+use crate::identity::{NodeIdentity, Reason, refuse};
 use crate::tasks;
 use crate::tls::Peer;
 use axum::Json;
@@ -63,7 +63,7 @@ pub(super) async fn wait(
         // Before the question: what comes while it is answered is not missed.
         let woken = poll.woken();
         // In a box, so that what asking takes is given back while the wait is parked.
-        let look_again_at = match Box::pin(api.look(&scope, node_id, &node.serial, session)).await? {
+        let look_again_at = match Box::pin(api.look(&scope, &node, session)).await? {
             Found::Task(task) => return Ok(Json(task).into_response()),
             Found::Later(at) => at.min(until),
             Found::Nothing => until,
@@ -87,8 +87,13 @@ enum Found {
 
 impl NodeApi {
     /// Asks the node what there is to do, and signs the first of it that this session has not been given.
-    async fn look(&self, scope: &Scope, node_id: NodeId, serial: &str, session: Session) -> Result<Found, ApiError> {
-        let command = Command::Poll { serial: serial.to_owned() };
+    async fn look(&self, scope: &Scope, node: &NodeIdentity, session: Session) -> Result<Found, ApiError> {
+        // It may have been retired while this waited; behind a proxy no connection is cut for that.
+        if !self.services.trust.keys.load().node.trusts(&node.authority) {
+            return Err(refuse(Reason::CertificateUnknown).because("its authority is retired"));
+        }
+        let node_id = NodeId(node.node_id);
+        let command = Command::Poll { serial: node.serial.clone() };
         let answered = self.ask(scope, node_id, command, |asked| asked).await.map_err(refused)?;
         let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
         let now = self.services.world.now();

@@ -26,7 +26,20 @@ pub struct Connections(Arc<Registry>);
 #[derive(Debug, Default)]
 struct Registry {
     next: AtomicU64,
-    by_node: DashMap<Uuid, HashMap<u64, CancellationToken>>,
+    by_node: DashMap<Uuid, HashMap<u64, Open>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    cut: CancellationToken,
+    /// The key identifier of the authority by which it was let in.
+    authority: String,
+}
+
+/// Whose connection it is.
+pub(crate) struct Whose {
+    pub(crate) node_id: Uuid,
+    pub(crate) authority: String,
 }
 
 impl Connections {
@@ -34,9 +47,21 @@ impl Connections {
     pub fn close_node(&self, node_id: Uuid) -> usize {
         let Some((_, connections)) = self.0.by_node.remove(&node_id) else { return 0 };
         for connection in connections.values() {
-            connection.cancel();
+            connection.cut.cancel();
         }
         connections.len()
+    }
+
+    /// Cuts every connection that was let in by an authority that `is_trusted` does not hold for. Answers how many there were.
+    pub fn close_untrusted(&self, is_trusted: impl Fn(&str) -> bool) -> usize {
+        let mut closed = 0;
+        for connections in &self.0.by_node {
+            for connection in connections.values().filter(|it| !is_trusted(&it.authority)) {
+                connection.cut.cancel();
+                closed += 1;
+            }
+        }
+        closed
     }
 
     /// How many connections the node has to this replica.
@@ -53,11 +78,11 @@ impl Connections {
 
     /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its slot,
     /// for as long as it exists.
-    pub(crate) fn watch<T>(&self, node_id: Option<Uuid>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {
+    pub(crate) fn watch<T>(&self, whose: Option<Whose>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {
         let cut = CancellationToken::new();
-        let registered = node_id.map(|node_id| {
+        let registered = whose.map(|Whose { node_id, authority }| {
             let number = self.0.next.fetch_add(1, Ordering::Relaxed);
-            self.0.by_node.entry(node_id).or_default().insert(number, cut.clone());
+            self.0.by_node.entry(node_id).or_default().insert(number, Open { cut: cut.clone(), authority });
             Registered { registry: Arc::clone(&self.0), node_id, number }
         });
         Watched {
@@ -97,10 +122,9 @@ impl<T> Watched<T> {
     /// Ready with the error once the connection has been cut; wakes the task when it is.
     fn poll_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
         match &mut self.cut {
-            Some(cut) => cut
-                .as_mut()
-                .poll(context)
-                .map(|()| io::Error::new(io::ErrorKind::ConnectionAborted, "the node was removed")),
+            Some(cut) => cut.as_mut().poll(context).map(|()| {
+                io::Error::new(io::ErrorKind::ConnectionAborted, "the node was removed, or its authority retired")
+            }),
             None => Poll::Pending,
         }
     }
@@ -175,14 +199,32 @@ mod tests {
         Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap()
     }
 
+    fn of(node_id: Uuid, authority: &str) -> Option<Whose> {
+        Some(Whose { node_id, authority: authority.to_owned() })
+    }
+
+    #[tokio::test]
+    async fn a_connection_is_cut_when_its_authority_is_trusted_no_more() {
+        let connections = Connections::default();
+        let node_id = Uuid::now_v7();
+        let (_far_a, near_a) = duplex(64);
+        let (mut far_b, near_b) = duplex(64);
+        let mut old = connections.watch(of(node_id, "old"), near_a, slot());
+        let mut new = connections.watch(of(node_id, "new"), near_b, slot());
+        assert_eq!(connections.close_untrusted(|authority| authority == "new"), 1);
+        assert!(old.read_u8().await.is_err());
+        far_b.write_u8(7).await.unwrap();
+        assert_eq!(new.read_u8().await.unwrap(), 7);
+    }
+
     #[tokio::test]
     async fn closing_a_node_cuts_its_connections_and_no_others() {
         let connections = Connections::default();
         let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
-        let mut cut = connections.watch(Some(removed), near_a, slot());
-        let mut kept = connections.watch(Some(other), near_b, slot());
+        let mut cut = connections.watch(of(removed, "a"), near_a, slot());
+        let mut kept = connections.watch(of(other, "a"), near_b, slot());
         assert_eq!((connections.count(removed), connections.count(other)), (1, 1));
         let waiting = tokio::spawn(async move {
             let first = cut.read_u8().await.map_err(|error| error.kind());
@@ -202,8 +244,8 @@ mod tests {
     async fn a_connection_that_ends_is_forgotten() {
         let connections = Connections::default();
         let node_id = Uuid::now_v7();
-        let first = connections.watch(Some(node_id), duplex(1).0, slot());
-        let second = connections.watch(Some(node_id), duplex(1).0, slot());
+        let first = connections.watch(of(node_id, "a"), duplex(1).0, slot());
+        let second = connections.watch(of(node_id, "a"), duplex(1).0, slot());
         drop(first);
         assert_eq!(connections.count(node_id), 1);
         drop(second);

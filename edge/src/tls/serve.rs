@@ -1,10 +1,8 @@
 //! The listener: accepts, does handshakes off the accept loop, and serves HTTP/1.1 and HTTP/2 within limits.
 
 use std::{
-    convert::Infallible,
     io,
     net::SocketAddr,
-    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -13,11 +11,15 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use axum::{Router, extract::ConnectInfo, extract::Request};
+use axum::{
+    Router,
+    extract::{ConnectInfo, Request},
+    http::{HeaderMap, StatusCode, Uri, Version, header::HOST},
+};
 use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
-    service::{HttpService, service_fn},
+    service::service_fn,
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::{HandshakeKind, ServerConfig};
@@ -33,12 +35,14 @@ use tracing::{debug, info, warn};
 
 use super::{
     Peer,
-    connections::{Connections, Watched},
+    bare::Answering,
+    connections::{Connections, Watched, Whose},
 };
 use crate::identity::{
     NodeCertificate, TrustDomain,
     proxies::{Proxies, peer_of},
 };
+use crate::unreadable::Unreadable;
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]
@@ -52,7 +56,7 @@ pub struct ListenerLimits {
     pub header_read_timeout: Duration,
     /// All headers of a request together, in bytes; at least 8,192.
     pub header_bytes: usize,
-    /// Headers of a request, over HTTP/1.1.
+    /// Headers of a request.
     pub header_count: usize,
     /// Requests at once on one HTTP/2 connection.
     pub streams: u32,
@@ -108,20 +112,12 @@ impl TlsServer {
                 () = stop.cancelled() => break,
                 accepted = accept(&listener, &slots, &handshakes) => accepted?,
             };
+            let Accepted { stream, address, slot, handshake } = accepted;
             let (server, stop, cut) = (Arc::clone(&server), stop.clone(), cut.clone());
-            let connections = running.clone();
             running.spawn(async move {
-                let connected = tokio::select! {
-                    () = cut.cancelled() => return,
-                    connected = server.shake_hands(accepted) => connected,
-                };
-                // A task of its own: this one keeps the room that the handshake took for as long as it lives.
-                match connected {
-                    Some(connected) if connected.speaks_h2 => {
-                        drop(connections.spawn(server.http2(connected, stop, cut)))
-                    }
-                    Some(connected) => drop(connections.spawn(server.http1(connected, stop, cut))),
-                    None => {}
+                tokio::select! {
+                    () = cut.cancelled() => {}
+                    () = server.connection(stream, address, slot, handshake, &stop) => {}
                 }
             });
         }
@@ -135,20 +131,22 @@ impl TlsServer {
         Ok(())
     }
 
-    async fn shake_hands(&self, accepted: Accepted) -> Option<Connected> {
-        let Accepted { stream, address, slot, handshake } = accepted;
+    async fn connection(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        slot: OwnedSemaphorePermit,
+        handshake: OwnedSemaphorePermit,
+        stop: &CancellationToken,
+    ) {
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
-        let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
+        // In a box, which is given back: the task is as large as the largest thing that it ever awaits.
+        let handshaking = Box::pin(acceptor.accept(stream));
+        let stream = match timeout(self.limits.handshake_timeout, handshaking).await {
             Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => {
-                debug!(%address, %error, "a TLS handshake failed");
-                return None;
-            }
-            Err(_) => {
-                debug!(%address, "a TLS handshake took too long");
-                return None;
-            }
+            Ok(Err(error)) => return debug!(%address, %error, "a TLS handshake failed"),
+            Err(_) => return debug!(%address, "a TLS handshake took too long"),
         };
         drop(handshake);
         let session = stream.get_ref().1;
@@ -160,119 +158,107 @@ impl TlsServer {
             .as_ref()
             .zip(peer.certificate().ok().flatten())
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
-        let stream = self.connections.watch(node.map(|node| node.node_id), stream, slot);
-        Some(Connected { stream, peer, speaks_h2 })
+        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
+        let stream = self.connections.watch(whose, stream, slot);
+        Box::pin(self.speak(stream, peer, speaks_h2, stop)).await;
     }
 
-    fn http2(
+    async fn speak(
         &self,
-        connected: Connected,
-        stop: CancellationToken,
-        cut: CancellationToken,
-    ) -> impl Future<Output = ()> + use<> {
-        let limits = &self.limits;
-        let mut builder = http2::Builder::new(TokioExecutor::new());
-        builder
-            .timer(TokioTimer::new())
-            .max_concurrent_streams(limits.streams)
-            .max_pending_accept_reset_streams(limits.pending_resets)
-            .max_local_error_reset_streams(limits.pending_resets * 4)
-            .max_header_list_size(u32::try_from(limits.header_bytes).unwrap_or(u32::MAX))
-            // Finds peers that are gone without a word.
-            .keep_alive_interval(Duration::from_secs(30))
-            .keep_alive_timeout(Duration::from_secs(20));
-        let (driving, service) = self.driving(&connected, stop, cut);
-        let connection = builder.serve_connection(TokioIo::new(connected.stream), service);
-        driving.drive(Box::pin(connection), |connection| connection.graceful_shutdown())
-    }
-
-    fn http1(
-        &self,
-        connected: Connected,
-        stop: CancellationToken,
-        cut: CancellationToken,
-    ) -> impl Future<Output = ()> + use<> {
-        let limits = &self.limits;
-        let mut builder = http1::Builder::new();
-        builder
-            .timer(TokioTimer::new())
-            .header_read_timeout(limits.header_read_timeout)
-            .max_buf_size(limits.header_bytes.max(8192))
-            .max_headers(limits.header_count);
-        let (driving, service) = self.driving(&connected, stop, cut);
-        let connection = builder.serve_connection(TokioIo::new(connected.stream), service).with_upgrades();
-        driving.drive(Box::pin(connection), |connection| connection.graceful_shutdown())
-    }
-
-    /// What answers the requests of a connection, and what ends it.
-    fn driving(
-        &self,
-        connected: &Connected,
-        stop: CancellationToken,
-        cut: CancellationToken,
-    ) -> (
-        Driving,
-        impl HttpService<Incoming, ResBody = axum::body::Body, Error = Infallible, Future: Send + 'static>
-        + Send
-        + 'static
-        + use<>,
+        stream: Watched<TlsStream<TcpStream>>,
+        peer: Peer,
+        speaks_h2: bool,
+        stop: &CancellationToken,
     ) {
-        let asked = Arc::new(AtomicBool::new(false));
-        let first_by = Instant::now() + self.limits.header_read_timeout;
+        let address = peer.address;
+        let limits = &self.limits;
+        let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
+        let (asked, switched) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let answering = Answering::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
         let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
-        let peer = connected.peer.clone();
+        let most = (limits.header_bytes, limits.header_count);
         let service = service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             let mut request = request.map(axum::body::Body::new);
+            let too_large = exceed(request.uri(), request.headers(), most);
             let peer = peer_of(proxies.as_deref(), &peer, request.headers_mut());
             request.extensions_mut().insert(ConnectInfo(peer));
-            router.clone().oneshot(request)
-        });
-        (Driving { asked, first_by, address: connected.peer.address, stop, cut }, service)
-    }
-}
-
-/// A connection after its handshake.
-struct Connected {
-    stream: Watched<TlsStream<TcpStream>>,
-    peer: Peer,
-    speaks_h2: bool,
-}
-
-/// What ends a connection beside itself.
-struct Driving {
-    /// Whether there was a request.
-    asked: Arc<AtomicBool>,
-    first_by: Instant,
-    address: SocketAddr,
-    stop: CancellationToken,
-    cut: CancellationToken,
-}
-
-impl Driving {
-    /// `connection` lies in a box of its own size: inside of a future it would lie there twice, where it came in and where it is pinned.
-    async fn drive<C: Future<Output = hyper::Result<()>>>(self, mut connection: Pin<Box<C>>, drain: fn(Pin<&mut C>)) {
-        let (mut draining, mut awaiting_first) = (false, true);
-        let result = loop {
-            tokio::select! {
-                result = connection.as_mut() => break result,
-                () = self.cut.cancelled() => return,
-                () = self.stop.cancelled(), if !draining => {
-                    draining = true;
-                    drain(connection.as_mut());
+            if too_large {
+                request.extensions_mut().insert(too_many);
+            } else if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
+                // RFC 9112, section 3.2: whom it is for is said once.
+                request.extensions_mut().insert(Unreadable::Malformed);
+            }
+            let (answer, switched) = (router.clone().oneshot(request), Arc::clone(&switched));
+            async move {
+                let answer = answer.await;
+                if let Ok(answer) = &answer
+                    && answer.status() == StatusCode::SWITCHING_PROTOCOLS
+                {
+                    switched.store(true, Ordering::Relaxed);
                 }
-                () = sleep_until(self.first_by), if awaiting_first => {
-                    awaiting_first = false;
-                    if !self.asked.load(Ordering::Relaxed) {
-                        break Ok(());
+                answer
+            }
+        });
+        let io = TokioIo::new(answering);
+        let first_by = Instant::now() + limits.header_read_timeout;
+        // The two connection types share methods, not a trait.
+        macro_rules! drive {
+            ($connection:expr) => {{
+                // In a box of its own size: in this future it would lie twice, where it came in and where it is pinned.
+                let mut connection = Box::pin($connection);
+                let (mut draining, mut awaiting_first) = (false, true);
+                loop {
+                    tokio::select! {
+                        result = connection.as_mut() => break result,
+                        () = stop.cancelled(), if !draining => {
+                            draining = true;
+                            connection.as_mut().graceful_shutdown();
+                        }
+                        () = sleep_until(first_by), if awaiting_first => {
+                            awaiting_first = false;
+                            if !asked.load(Ordering::Relaxed) {
+                                break Ok(());
+                            }
+                        }
                     }
                 }
-            }
+            }};
+        }
+        let result = if speaks_h2 {
+            let mut builder = http2::Builder::new(TokioExecutor::new());
+            builder
+                .timer(TokioTimer::new())
+                .max_concurrent_streams(limits.streams)
+                .max_pending_accept_reset_streams(limits.pending_resets)
+                .max_local_error_reset_streams(limits.pending_resets * 4)
+                // h2 answers what is over it in its own words; up to there the router does.
+                .max_header_list_size(u32::try_from(limits.header_bytes * 4).unwrap_or(u32::MAX))
+                // Finds peers that are gone without a word.
+                .keep_alive_interval(Duration::from_secs(30))
+                .keep_alive_timeout(Duration::from_secs(20));
+            drive!(builder.serve_connection(io, service))
+        } else {
+            let mut builder = http1::Builder::new();
+            builder
+                .timer(TokioTimer::new())
+                .header_read_timeout(limits.header_read_timeout)
+                .max_buf_size(limits.header_bytes.max(8192))
+                .max_headers(limits.header_count);
+            drive!(builder.serve_connection(io, service).with_upgrades())
         };
         if let Err(error) = result {
-            debug!(address = %self.address, %error, "a connection ended with an error");
+            debug!(%address, %error, "a connection ended with an error");
         }
     }
+}
+
+/// Whether target and headers are more, or longer, than may be; counted as HTTP/2 does (RFC 9113, section 10.5.1).
+fn exceed(uri: &Uri, headers: &HeaderMap, (bytes, count): (usize, usize)) -> bool {
+    const OF_EACH: usize = 32;
+    let target = uri.path_and_query().map_or(0, |target| target.as_str().len());
+    let all = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + OF_EACH).sum::<usize>();
+    headers.len() > count || target + all > bytes
 }
 
 struct Accepted {

@@ -32,6 +32,8 @@ const TIME_LEN: usize = 8;
 /// Seals and opens tickets under keys derived from a shared secret.
 pub struct SharedTickets {
     secret: SecretSlice<u8>,
+    /// What the session was verified under.
+    trust: [u8; 32],
 }
 
 /// The secret has not 32 to 64 bytes.
@@ -44,14 +46,21 @@ impl SharedTickets {
     /// Where the secret is not of 32 to 64 bytes.
     pub fn new(secret: SecretSlice<u8>) -> Result<Self, TicketSecretLength> {
         let length = secret.expose_secret().len();
-        if (32..=64).contains(&length) { Ok(Self { secret }) } else { Err(TicketSecretLength(length)) }
+        if (32..=64).contains(&length) { Ok(Self { secret, trust: [0; 32] }) } else { Err(TicketSecretLength(length)) }
+    }
+
+    /// The tickets of sessions that were verified under this trust: under another they do not open, and the session is verified anew.
+    #[must_use]
+    pub fn under(&self, trust: [u8; 32]) -> Self {
+        Self { secret: self.secret.clone(), trust }
     }
 
     fn key(&self, period: u64) -> Aes256Gcm {
         let mut hash = Sha256::new();
-        hash.update(b"gpuaas tls ticket key v1");
+        hash.update(b"gpuaas tls ticket key v2");
         hash.update((self.secret.expose_secret().len() as u64).to_be_bytes());
         hash.update(self.secret.expose_secret());
+        hash.update(self.trust);
         hash.update(period.to_be_bytes());
         let bytes: Zeroizing<[u8; 32]> = Zeroizing::new(hash.finalize().into());
         Aes256Gcm::new(&Key::<Aes256Gcm>::from(*bytes))
@@ -138,6 +147,14 @@ mod tests {
         let ticket = tickets(1).seal(b"session", NOW).unwrap();
         assert_eq!(tickets(1).open(&ticket, NOW).unwrap(), b"session");
         assert_eq!(tickets(2).open(&ticket, NOW), None);
+    }
+
+    #[test]
+    fn a_ticket_is_good_under_the_trust_that_its_session_was_verified_under() {
+        let ticket = tickets(1).under([1; 32]).seal(b"session", NOW).unwrap();
+        assert_eq!(tickets(1).under([1; 32]).open(&ticket, NOW).unwrap(), b"session");
+        assert_eq!(tickets(1).under([2; 32]).open(&ticket, NOW), None);
+        assert_eq!(tickets(1).open(&ticket, NOW), None);
     }
 
     #[test]

@@ -67,6 +67,16 @@ history_row AS (
            correlation_id, at
     FROM passed
 ),
+counted AS (
+    INSERT INTO entity_count (kind, state, change)
+    SELECT kind, state, sum(change)
+    FROM (
+        SELECT kind, to_state AS state, 1 AS change FROM passed WHERE from_state IS DISTINCT FROM to_state
+        UNION ALL
+        SELECT kind, from_state, -1 FROM passed WHERE from_state <> to_state
+    ) AS moved
+    GROUP BY kind, state HAVING sum(change) <> 0
+),
 audit_row AS (
     INSERT INTO audit (shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at)
     SELECT passed.shard, passed.epoch, said.seq, passed.actor, said.action, said.target_kind, said.target_id,

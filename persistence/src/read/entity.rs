@@ -254,10 +254,14 @@ impl Reads {
     /// [`StoreError`]
     pub async fn counts(&self) -> Result<Vec<StateCount>, StoreError> {
         let rows: Vec<(String, String, i64)> =
-            sqlx::query_as("SELECT kind, state, count(*) FROM entity GROUP BY kind, state ORDER BY kind, state")
-                .fetch_all(&self.pool)
-                .await
-                .doing("counting entities")?;
+            // As many rows as there are states, and those of the commits since they were last added up.
+            sqlx::query_as(
+                "SELECT kind, state, sum(change)::bigint FROM entity_count
+                 GROUP BY kind, state HAVING sum(change) > 0 ORDER BY kind, state",
+            )
+            .fetch_all(&self.pool)
+            .await
+            .doing("counting entities")?;
         let known = |(kind, state, count): (String, String, i64)| {
             Some(StateCount { kind: Kind::parse(&kind)?, state, count: count.unsigned_abs() })
         };

@@ -7,6 +7,7 @@ mod cluster;
 mod commits;
 mod faults;
 mod inspect;
+mod keys;
 mod model;
 mod postgres;
 mod reads;

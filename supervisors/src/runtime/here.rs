@@ -67,6 +67,8 @@ impl Operations {
             owned_shards: if with_shards { shards.iter().map(shown).collect() } else { Vec::new() },
             awake: awake.values().sum(),
             mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
+            key_sets: self.keys.load().versions(),
+            seals_with: self.seals_with.clone(),
         };
         let shown = |row: &EntityRow| row.status != EntityStatus::Awake || wanted.contains(&row.id);
         Part { node, entities: all.into_iter().filter(shown).collect() }

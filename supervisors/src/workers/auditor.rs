@@ -87,7 +87,7 @@ impl Auditor {
             Kind::Node => page.items.iter().for_each(|row| self.judge_node(row)),
             Kind::Allocation => self.judge_allocations(&page.items, &mut inspection).await?,
             Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
-            Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime => {}
+            Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
         }
         Ok(page.next)
     }

@@ -1,4 +1,4 @@
-//! What has to be done now and then: idle entities put to sleep, old command ids forgotten, partitions made ahead.
+//! What has to be done now and then: idle entities put to sleep, old command ids forgotten, partitions made ahead, counts added up.
 
 use actors::Host;
 use persistence::{Cluster, sweep};
@@ -34,8 +34,15 @@ pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
     let mut turn = interval(Duration::from_secs(60));
     turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let cluster = Cluster::new(pool.clone());
+    // A process of the release before, in whose place this one starts, appended nothing.
+    let mut are_counted = false;
     loop {
         turn.tick().await;
+        let counted = if are_counted { sweep::add_up_counts(&pool).await } else { sweep::count_anew(&pool).await };
+        match counted {
+            Ok(()) => are_counted = true,
+            Err(error) => tracing::warn!(error = %error, "could not count the entities"),
+        }
         if let Err(error) = sweep::make_partitions(&pool, 2).await {
             tracing::warn!(error = %error, "could not make partitions");
         }

@@ -65,8 +65,19 @@ impl Allocation {
                 Ok(self.cleanup_failed(node_id, attempt, &reason, ctx))
             }
             Command::StillCounted => Ok(self.still_counted()),
+            Command::Reseal { scheduler_request_enc } => Ok(self.resealed(scheduler_request_enc)),
             Command::Tick => Ok(self.tick(ctx)),
         }
+    }
+
+    /// Where there was none there is nothing to seal anew.
+    fn resealed(&self, sealed: String) -> Step<Self> {
+        let mut next = self.clone();
+        match &mut next.asked.scheduler_request_enc {
+            Some(kept) => *kept = sealed,
+            None => return Step::stay(Box::new(next)),
+        }
+        next.step("its request was sealed anew")
     }
 
     fn release(&self, issue: Option<String>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {

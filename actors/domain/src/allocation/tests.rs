@@ -247,6 +247,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleanup_failed", worker(), remains(attempt)),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
         ("still_counted", worker(), Command::StillCounted),
+        ("reseal", worker(), Command::Reseal { scheduler_request_enc: "anew".into() }),
         ("tick before its time", worker(), Command::Tick),
     ]
 }

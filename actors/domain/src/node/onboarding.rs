@@ -37,6 +37,9 @@ pub struct Certificate {
     /// The identity generation that it was issued in; the machine sets it.
     #[serde(default)]
     pub generation: u32,
+    /// The id of the authority that certified it; where it is not known, the one that the cluster began with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub authority: Option<String>,
 }
 
 /// A single-use enrollment token: its hash and its end. Once consumed it is a recovery token, which has no end.

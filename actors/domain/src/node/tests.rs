@@ -104,7 +104,7 @@ fn heartbeat(status: HealthStatus, inventory: Inventory) -> Command {
 }
 
 fn certificate(serial: &str) -> Certificate {
-    Certificate { serial: serial.into(), not_after: start() + TimeDelta::days(30), generation: 0 }
+    Certificate { serial: serial.into(), not_after: start() + TimeDelta::days(30), generation: 0, authority: None }
 }
 
 fn enrollment() -> Command {
@@ -546,6 +546,7 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
             Effect::WakeNode(_) => "wake",
             Effect::CloseNode(_) => "close",
             Effect::ReadPolicy => "read policy",
+            Effect::ReadKeys => "read keys",
         };
         write!(line, " | {effect}").unwrap();
     }

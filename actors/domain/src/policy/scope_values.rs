@@ -67,10 +67,21 @@ pub enum Expected {
     This(Value),
 }
 
+/// A value to be taken back, so that the less specific one holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TakeBack {
+    pub key: Key,
+    /// Which one of the key's values: the one that holds from this instant on. `None`: the one in force.
+    pub effective_at: Option<Timestamp>,
+    pub reason: String,
+    pub expected: Expected,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Write(Box<NewValue>),
+    TakeBack(TakeBack),
     Tick,
 }
 
@@ -78,13 +89,14 @@ impl machine::Command for Command {
     fn name(&self) -> &'static str {
         match self {
             Self::Write(_) => "write",
+            Self::TakeBack(_) => "take_back",
             Self::Tick => "tick",
         }
     }
 
     fn action(&self) -> Action {
         match self {
-            Self::Write(_) => Action::ManagePolicy,
+            Self::Write(_) | Self::TakeBack(_) => Action::ManagePolicy,
             Self::Tick => Action::Advance,
         }
     }
@@ -102,6 +114,8 @@ pub enum Reply {
 pub enum Rejection {
     #[error("nothing was ever written for this scope")]
     NotFound,
+    #[error("{} has no such value in this scope", key.name())]
+    NotSet { key: Key },
     #[error("{} does not admit {value}", key.name())]
     OutOfBounds { key: Key, value: Value },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
@@ -127,6 +141,8 @@ impl Machine for ScopeValues {
     fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match (state, command) {
             (Some(values), Command::Write(new)) => values.write(*new, ctx),
+            (Some(values), Command::TakeBack(what)) => values.take_back(what, ctx),
+            (None, Command::TakeBack(what)) => Err(Rejection::NotSet { key: what.key }),
             (None, Command::Write(_)) if ctx.policy.scopes() >= SCOPES => {
                 Err(Rejection::TooManyScopes { limit: SCOPES })
             }
@@ -168,14 +184,7 @@ impl ScopeValues {
         }
         let effective_at = instant(effective_at, ctx.now)?;
         let old_value = self.of_key_at(key.name(), effective_at).map(|written| written.value.clone());
-        let as_expected = match expected {
-            Expected::Anything => true,
-            Expected::Nothing => old_value.is_none(),
-            Expected::This(expected) => old_value == Some(expected),
-        };
-        if !as_expected {
-            return Err(Rejection::Differs { key, current: old_value });
-        }
+        expected.check(key, old_value.as_ref())?;
         let written = Written {
             id: PolicyValueId(ctx.new_id(0)),
             key: key.name().to_owned(),
@@ -190,6 +199,25 @@ impl ScopeValues {
         next.keep_within_bounds(key, ctx.now)?;
         next.keep_order(key, effective_at, ctx)?;
         Ok(next.said(key, written, ctx))
+    }
+
+    fn take_back(&self, what: TakeBack, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let TakeBack { key, effective_at, reason, expected } = what;
+        let in_force = self.of_key_at(key.name(), ctx.now);
+        let found = match effective_at.map(|at| at.trunc_subsecs(6)) {
+            Some(at) if at > ctx.now => self.of_key_at(key.name(), at).filter(|written| written.effective_at == at),
+            Some(at) => in_force.filter(|written| written.effective_at == at),
+            None => in_force,
+        };
+        let taken = found.cloned().ok_or(Rejection::NotSet { key })?;
+        expected.check(key, Some(&taken.value))?;
+        let from = taken.effective_at.max(ctx.now);
+        let mut next = self.clone();
+        // With the one in force go those that it superseded: they do not come back.
+        let goes = |at: Timestamp| at == taken.effective_at || (at < taken.effective_at && from == ctx.now);
+        next.values.retain(|written| written.key != taken.key || !goes(written.effective_at));
+        next.keep_order(key, from, ctx)?;
+        Ok(next.said_of_taken(key, &taken, &reason, ctx))
     }
 
     fn with(&self, written: Written, now: Timestamp) -> Self {
@@ -249,6 +277,26 @@ impl ScopeValues {
         Step::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadPolicy)
     }
 
+    fn said_of_taken(self, key: Key, taken: &Written, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        let metadata = json!({
+            "policy_key": taken.key,
+            "scope": self.scope,
+            "old_value": taken.value,
+            "new_value": null,
+            "effective_at": taken.effective_at,
+            "reason": reason,
+        });
+        let audit = Audit::new(AuditAction::PoliciesTakeBack, EntityRef { kind: Kind::Policy, id: ctx.id }, metadata);
+        let event = Event::PolicyWritten {
+            policy_id: PolicyId(ctx.id),
+            value_id: taken.id,
+            policy: key,
+            effective_at: taken.effective_at.max(ctx.now),
+        };
+        let why = format!("{} is not {} from {} on", taken.key, taken.value, taken.effective_at);
+        Step::to(self, Reply::Done, why).audit(audit).event(event).effect(Effect::ReadPolicy)
+    }
+
     /// Enters everything into a book. What this release does not know or admit is left out, and returned by its key: the less
     /// specific value holds there.
     pub fn enter(&self, book: &mut PolicyBook) -> Vec<&str> {
@@ -257,6 +305,17 @@ impl ScopeValues {
             book.set(key, self.scope.clone(), written.effective_at, written.value.clone()).ok()
         };
         self.values.iter().filter(|written| enter(written).is_none()).map(|written| written.key.as_str()).collect()
+    }
+}
+
+impl Expected {
+    fn check(self, key: Key, current: Option<&Value>) -> Result<(), Rejection> {
+        let holds = match &self {
+            Self::Anything => true,
+            Self::Nothing => current.is_none(),
+            Self::This(expected) => current == Some(expected),
+        };
+        if holds { Ok(()) } else { Err(Rejection::Differs { key, current: current.cloned() }) }
     }
 }
 

@@ -429,6 +429,7 @@ impl World {
                 serial: serial.clone(),
                 not_after: self.now + TimeDelta::days(3650),
                 generation: 0,
+                authority: None,
             },
             recovery_public_key: "k".into(),
             boot_id: "boot".into(),

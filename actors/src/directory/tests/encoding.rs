@@ -166,7 +166,7 @@ fn registration() -> Registration {
 
 fn node_commands() -> Vec<node::Command> {
     use node::Command;
-    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2 };
+    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
         csr_sha256: [1; 32],
@@ -426,7 +426,7 @@ fn of_a_part_of_the_cluster() {
 fn of_a_scopes_policy_values() {
     use domain::PolicyValueId;
     use domain::policy::{
-        Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, Value, Written,
+        Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, TakeBack, Value, Written,
     };
     let scopes = [
         Scope::Global,
@@ -448,8 +448,14 @@ fn of_a_scopes_policy_values() {
         }))
     };
     let many = scopes.iter().zip(values.iter().cycle()).zip(expected.iter().cycle());
-    let commands =
-        many.map(|((scope, value), expected)| write((scope, value, expected))).chain([Command::Tick]).collect();
+    let take_back = |effective_at| TakeBack {
+        key: Key::BillingWindow,
+        effective_at,
+        reason: "r".into(),
+        expected: Expected::This(Value::Int(7)),
+    };
+    let others = [Command::TakeBack(take_back(None)), Command::TakeBack(take_back(Some(at()))), Command::Tick];
+    let commands = many.map(|((scope, value), expected)| write((scope, value, expected))).chain(others).collect();
     let written = |value: &Value| Reply::Written {
         scope: Scope::Plan("gold".into()),
         written: Box::new(Written {
@@ -471,6 +477,7 @@ fn of_a_scopes_policy_values() {
         Rejection::Crosses { key: low, low, high, crossing },
         Rejection::Differs { key: low, current: None },
         Rejection::Differs { key: low, current: Some(values[1].clone()) },
+        Rejection::NotSet { key: low },
         Rejection::Past { now: at() },
         Rejection::TooFarAhead { latest: at() },
         Rejection::TooManyAhead { limit: 20 },

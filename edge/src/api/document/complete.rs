@@ -23,6 +23,7 @@ const TAGS: &[(&str, &str)] = &[
     ("service_account", "Programs that act for a user, and their keys."),
     ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
+    ("key_set", "The keys of the service itself, and their rotation."),
     ("platform_role", "Roles that are bound here to subjects, beside those of their tokens."),
     ("policy", "Business values: their catalog, what is in force for whom, and their changes."),
     ("audit", "Who did what, to what, and when; sealed into chains."),

@@ -69,73 +69,49 @@ pub(in crate::api) enum SkuStatusChange {
     Deactivate,
 }
 
-/// Approves that nodes and allocations may refer to a SKU.
-///
-/// It takes two people, one in role `platform_operations` and one in role `inventory_owner`: 202 until both have approved, then 200.
-/// What waits against it (a first approval to deactivate an active SKU) is withdrawn.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
-    request_body = SkuDecision,
-    responses(
-        (status = 200, description = "The SKU, active.", body = SkuView),
-        (status = 202, description = "The SKU; the second approval is missing.", body = SkuView),
-    ),
-)]
-pub(in crate::api) async fn activate(
-    may: May<ApproveSkus>,
-    services: State<Services>,
-    id: Path<Uuid>,
-    decision: body::Json<SkuDecision>,
-) -> Result<impl IntoResponse, ApiError> {
-    approve(Change::Activate, may, services, id, decision).await
+/// A route for each change of a SKU's status: its name, what is asked for, what it is then, and its description.
+macro_rules! approvals {
+    ($($(#[doc = $doc:tt])+ $name:ident: $change:ident, $done:tt;)+) => {$(
+        $(#[doc = $doc])+
+        #[utoipa::path(
+            post,
+            path = "/",
+            params(("id" = Uuid, Path, description = "The SKU's id")),
+            request_body = SkuDecision,
+            responses(
+                (status = 200, description = $done, body = SkuView),
+                (status = 202, description = "The SKU; the second approval is missing.", body = SkuView),
+            ),
+        )]
+        pub(in crate::api) async fn $name(
+            may: May<ApproveSkus>,
+            services: State<Services>,
+            id: Path<Uuid>,
+            decision: body::Json<SkuDecision>,
+        ) -> Result<impl IntoResponse, ApiError> {
+            approve(Change::$change, may, services, id, decision).await
+        }
+    )+};
 }
 
-/// Approves that a SKU is on its way out.
-///
-/// As for its activation, two people have to. No node is registered for it any more, and it is not offered; who knows its name can rent
-/// it while its nodes last.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
-    request_body = SkuDecision,
-    responses(
-        (status = 200, description = "The SKU, deprecated.", body = SkuView),
-        (status = 202, description = "The SKU; the second approval is missing.", body = SkuView),
-    ),
-)]
-pub(in crate::api) async fn deprecate(
-    may: May<ApproveSkus>,
-    services: State<Services>,
-    id: Path<Uuid>,
-    decision: body::Json<SkuDecision>,
-) -> Result<impl IntoResponse, ApiError> {
-    approve(Change::Deprecate, may, services, id, decision).await
-}
+approvals! {
+    /// Approves that nodes and allocations may refer to a SKU.
+    ///
+    /// It takes two people, one in role `platform_operations` and one in role `inventory_owner`: 202 until both have approved, then 200.
+    /// What waits against it (a first approval to deactivate an active SKU) is withdrawn.
+    activate: Activate, "The SKU, active.";
 
-/// Approves that a SKU is taken out of the offer.
-///
-/// As for its activation, two people have to. What runs goes on; where nodes or allocations refer to the SKU, one of the two says in
-/// `impact_review` and `rollback_plan` what that means.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
-    request_body = SkuDecision,
-    responses(
-        (status = 200, description = "The SKU, inactive.", body = SkuView),
-        (status = 202, description = "The SKU; the second approval is missing.", body = SkuView),
-    ),
-)]
-pub(in crate::api) async fn deactivate(
-    may: May<ApproveSkus>,
-    services: State<Services>,
-    id: Path<Uuid>,
-    decision: body::Json<SkuDecision>,
-) -> Result<impl IntoResponse, ApiError> {
-    approve(Change::Deactivate, may, services, id, decision).await
+    /// Approves that a SKU is on its way out.
+    ///
+    /// As for its activation, two people have to. No node is registered for it any more, and it is not offered; who knows its name can
+    /// rent it while its nodes last.
+    deprecate: Deprecate, "The SKU, deprecated.";
+
+    /// Approves that a SKU is taken out of the offer.
+    ///
+    /// As for its activation, two people have to. What runs goes on; where nodes or allocations refer to the SKU, one of the two says in
+    /// `impact_review` and `rollback_plan` what that means.
+    deactivate: Deactivate, "The SKU, inactive.";
 }
 
 /// Looks at what the SKU cannot know of itself and asks it; where it has changed meanwhile, looks again.

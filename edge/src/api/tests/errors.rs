@@ -34,6 +34,9 @@ fn routes_of(code: Code, public: &Public) -> String {
     if code == Code::MethodNotAllowed {
         return "Every path of every API, for a method that it does not have.\n".to_owned();
     }
+    if code == Code::HeadersTooLarge {
+        return "Every listener, before it looks at the path.\n".to_owned();
+    }
     let (with, guarded) = (public.with(code), public.with(Code::Unauthenticated));
     let of_nodes: Vec<_> = PAGE.iter().filter(|route| route.codes().any(|its| its == code)).collect();
     let mut text = String::new();

@@ -1,6 +1,7 @@
 //! Policy values: written within their bounds, for one scope, by one of several at a time, and resolved for whom they are.
 
-use super::world::{Answer, World};
+use super::world::{Answer, Placing, World};
+use axum::http::Method;
 use domain::policy::Key;
 use serde_json::{Value, json};
 
@@ -94,6 +95,93 @@ async fn what_is_written_is_listed_and_audited_with_old_and_new_value_and_reason
     assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.write", "user:root"));
     assert_eq!(row.metadata["policy_key"], QUOTA);
     assert_eq!((&row.metadata["old_value"], &row.metadata["new_value"]), (&json!(7), &json!(8)));
+}
+
+#[tokio::test]
+async fn an_override_is_taken_back_and_the_less_specific_value_holds_again() {
+    let world = World::new().await;
+    let ann = json!({ "user_id": "ann" });
+    world.write(&[]).await.is(201);
+    world.write(&[("scope", ann.clone()), ("value", json!(9))]).await.is(201);
+    let ahead = [("scope", ann), ("value", json!(11)), ("effective_at", json!("2035-01-01T00:00:00Z"))];
+    world.write(&ahead).await.is(201);
+    world.resolves("&user_id=ann", &json!(9), "user_id").await;
+    let take_back = async |query: &str| {
+        let path = format!("{VALUES}?key={QUOTA}{query}");
+        world.call(Method::DELETE, &path).admin().send().await
+    };
+    let of_ann = "&user_id=ann&reason=trial%20over";
+    let differs = take_back(&format!("{of_ann}&old_value=8")).await;
+    assert_eq!(differs.refused(409, "state_conflict")["current_value"], 9);
+    take_back(&format!("{of_ann}&old_value=9")).await.is(204);
+    world.resolves("&user_id=ann", &json!(7), "global").await;
+    take_back(of_ann).await.refused(404, "not_found");
+    take_back(&format!("{of_ann}&effective_at=2035-01-01T00:00:00Z")).await.is(204);
+    assert!(
+        world.get(&format!("{VALUES}?user_id=ann")).admin().send().await.is(200)["items"]
+            .as_array()
+            .unwrap()
+            .is_empty()
+    );
+    take_back("&reason=r").await.is(204);
+    world.resolves("", &json!(50), "default").await;
+
+    let rows = world.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let row = rows.iter().find(|row| row.metadata["reason"] == "trial over").unwrap();
+    assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.take_back", "user:root"));
+
+    for bad in [
+        "",
+        "&user_id=a&org_id=b&reason=r",
+        "&reason=",
+        "&reason=r&old_value=",
+        "&reason=r&effective_at=now",
+        "&reason=r&team=a",
+    ] {
+        take_back(bad).await.refused(400, "invalid_request");
+    }
+    world
+        .call(Method::DELETE, &format!("{VALUES}?key=of.nobody&reason=r"))
+        .admin()
+        .send()
+        .await
+        .refused(400, "invalid_request");
+    world
+        .call(Method::DELETE, &format!("{VALUES}?key={QUOTA}&reason=r"))
+        .user("ann")
+        .send()
+        .await
+        .refused(403, "forbidden");
+}
+
+#[tokio::test]
+async fn what_is_made_keeps_to_the_values_that_hold_for_whom_it_is_made() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let isolation = [
+        ("key", json!("allocation.isolation_model")),
+        ("value", json!("full-reimage")),
+        ("scope", json!({ "user_id": "ann" })),
+    ];
+    world.write(&isolation).await.is(201);
+    let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
+    world.write(&ttl).await.is(201);
+    // What is written last is read with what was written before.
+    world.write(&[]).await.is(201);
+    world.resolves("", &json!(7), "global").await;
+
+    for (user, model) in [("ann", "full-reimage"), ("bob", "user-revoke")] {
+        let body = json!({ "sku": "h100x4", "gpu_count": 1 });
+        let rented = world.post("/api/v1/allocations").user(user).key(user).json(&body).send().await;
+        assert_eq!(rented.is(201)["isolation_model"], model, "of {user}");
+    }
+    let other = world.node("h100x4", 4).await;
+    let issued = world.post(&format!("/api/v1/admin/nodes/{other}/enrollment-token")).admin().send().await;
+    let expires: chrono::DateTime<chrono::Utc> = issued.is(201)["expires_at"].as_str().unwrap().parse().unwrap();
+    let left = (expires - chrono::Utc::now()).num_seconds();
+    assert!((0..=60).contains(&left), "it holds for {left} s more");
 }
 
 #[tokio::test]

@@ -46,6 +46,21 @@ async fn a_repeated_request_gets_the_first_answer() {
 }
 
 #[tokio::test]
+async fn a_repeated_first_approval_is_answered_as_the_first_time_when_both_are_there() {
+    let world = World::new().await;
+    world.bind("root", "platform_operations").await;
+    world.bind("owner", "inventory_owner").await;
+    let created = world.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
+    let path = format!("/api/v1/admin/skus/{}/activate", created.is(201)["id"].as_str().unwrap());
+    let first = || world.post(&path).admin().key("first").json(&json!({"reason": "tested"})).send();
+    let waits = first().await;
+    waits.is(202);
+    world.post(&path).user("owner").json(&json!({"reason": "offered"})).send().await.is(200);
+    let again = first().await;
+    assert_eq!((again.is(202), again.is_replayed()), (&waits.body, true));
+}
+
+#[tokio::test]
 async fn of_many_equal_requests_at_once_one_makes_something() {
     let world = World::new().await;
     world.sku("h100x4", 4).await;

@@ -6,7 +6,7 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
-use crate::node_ca::NodeCa;
+use crate::keys::{Keys, KeysInForce};
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
@@ -42,7 +42,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use jsonwebtoken::{Algorithm, EncodingKey};
 use persistence::committer::CommitterMetrics;
-use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
+use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads, Secrets};
 use rcgen::{KeyPair, PKCS_ED25519};
 use secrecy::SecretString;
 use serde_json::{Value, json};
@@ -53,8 +53,6 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 use uuid::Uuid;
-use wire::keys::{KeyStatus, VerifierKey};
-use wire::{PublicKey, VerifierSet};
 use wiremock::matchers::path;
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
@@ -204,10 +202,12 @@ impl World {
         let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
         let (publish, published) = tokio::sync::mpsc::channel(1000);
         let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
-        let reads = Reads::new(pool);
+        let (reads, secrets) = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
+        let trust = trust(&reads, secrets).await;
         let store = Arc::new(Durable { committer, reads: reads.clone() });
         let clock = Arc::new(Watch::default());
-        let effects = ReadsPolicy { reads: reads.clone(), clock: Arc::clone(&clock) };
+        let keys = (trust.keys.clone(), trust.secrets.clone(), trust.domain.clone());
+        let effects = ReadsAnew { reads: reads.clone(), clock: Arc::clone(&clock), keys };
         let host = Host::new(HostConfig::default(), store, Arc::new(effects), Arc::clone(&clock) as Arc<dyn Clock>);
         for (shard, epoch) in won {
             host.open(Term { shard, epoch }, None).await.unwrap();
@@ -232,7 +232,7 @@ impl World {
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
             stats_token: InternalToken::new(STATS_TOKEN),
-            trust: trust(),
+            trust,
             platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
@@ -323,7 +323,12 @@ impl World {
         let enrollment = Enrollment {
             token_sha256: hash.to_bytes(),
             csr_sha256: [0; 32],
-            issued: Certificate { serial: "01".into(), not_after: now + TimeDelta::days(1), generation: 0 },
+            issued: Certificate {
+                serial: "01".into(),
+                not_after: now + TimeDelta::days(1),
+                generation: 0,
+                authority: None,
+            },
             recovery_public_key: "key".into(),
             boot_id: "boot".into(),
             agent_version: "1.0.0".into(),
@@ -421,23 +426,17 @@ fn placed(allocation_id: AllocationId) -> Placed {
     }
 }
 
-fn trust() -> Trust {
+async fn trust(reads: &Reads, secrets: Secrets) -> Trust {
     let domain = TrustDomain::parse("gpu.example").unwrap();
-    let now = Utc::now();
-    let node_ca = NodeCa::create(domain.clone(), now - TimeDelta::days(1), now + TimeDelta::days(365)).unwrap().ca;
-    let task_signer = SigningKey::from_bytes(&[7; 32]);
-    let active = PublicKey::from(&task_signer);
-    let verifier_set = VerifierSet::sign(0, vec![VerifierKey::new(active, KeyStatus::Active)], &[]).unwrap();
+    let keys = Keys::read(&secrets, reads, &domain).await.unwrap();
     Trust {
         domain,
-        api_ca_pem: node_ca.certificate_pem().to_owned(),
+        api_ca_pem: keys.node.bundle_pem(),
         nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
         at_rest: crate::testing::key_ring(),
-        node_ca,
-        task_signer,
-        task_key_id: active.key_id(),
-        bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
-        verifier_set,
+        keys: KeysInForce::new(keys),
+        secrets,
+        bootstrap_verifier_keys: Vec::new(),
     }
 }
 
@@ -505,17 +504,25 @@ impl Clock for Watch {
     }
 }
 
-struct ReadsPolicy {
+struct ReadsAnew {
     reads: Reads,
     clock: Arc<Watch>,
+    keys: (KeysInForce, Secrets, TrustDomain),
 }
 
-impl Effects for ReadsPolicy {
+impl Effects for ReadsAnew {
     fn perform(&self, effect: Effect) {
-        if effect == Effect::ReadPolicy {
-            let (reads, clock) = (self.reads.clone(), Arc::clone(&self.clock));
-            tokio::spawn(async move { clock.policy.store(Arc::new(reads.policy_book().await.unwrap())) });
-        }
+        let (reads, clock, keys) = (self.reads.clone(), Arc::clone(&self.clock), self.keys.clone());
+        tokio::spawn(async move {
+            match effect {
+                Effect::ReadPolicy => clock.policy.store(Arc::new(reads.policy_book().await.unwrap())),
+                Effect::ReadKeys => {
+                    let (in_force, secrets, domain) = keys;
+                    in_force.replace(Keys::read(&secrets, &reads, &domain).await.unwrap());
+                }
+                Effect::WakeNode(_) | Effect::CloseNode(_) => {}
+            }
+        });
     }
 }
 

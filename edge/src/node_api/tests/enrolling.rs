@@ -31,7 +31,7 @@ async fn a_token_buys_one_certificate_for_its_node_and_its_time() {
     let enrolled = answer.is(201);
     assert_eq!(enrolled["recovery"], json!({"identity_generation": 1, "remaining": 5}));
     assert_eq!(enrolled["verifier_sets"], json!([]));
-    assert_eq!(enrolled["chain_pem"], world.services.trust.node_ca.certificate_pem());
+    assert_eq!(enrolled["chain_pem"], world.services.trust.keys.load().node.bundle_pem());
     let der = CertificateDer::from_pem_slice(enrolled["certificate_pem"].as_str().unwrap().as_bytes()).unwrap();
     let (_, certificate) = X509Certificate::from_der(&der).unwrap();
     let names = &certificate.subject_alternative_name().unwrap().unwrap().value.general_names;

@@ -166,7 +166,7 @@ async fn a_forwarded_certificate_of_another_authority_an_expired_one_and_a_remov
         let foreign = NodeCa::create(domain, now, now + TimeDelta::days(1)).unwrap().ca;
         let issued = foreign.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
         wait_as(&world, way, &agent, &issued.certificate_pem).await.not_let_in("certificate_unknown");
-        let stray = &world.services.trust.node_ca;
+        let stray = &world.services.trust.keys.load().node;
         let issued = stray.issue(agent.node_id, &Applicant::new().csr_pem, now, now + TimeDelta::hours(1)).unwrap();
         wait_as(&world, way, &agent, &issued.certificate_pem).await.not_let_in("certificate_unknown");
 

@@ -62,10 +62,16 @@ fn http1(tls: &Arc<ClientConfig>) -> Arc<ClientConfig> {
 /// A certificate of the node that ends soon, known to its machine.
 pub(super) async fn short_lived(world: &World, agent: &Agent, life: TimeDelta) -> Agent {
     let (applicant, now) = (Applicant::new(), Utc::now());
-    let issued = world.services.trust.node_ca.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
+    let issued =
+        world.services.trust.keys.load().node.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
     let renew = Command::Renew {
         serial: agent.serial.clone(),
-        issued: Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0 },
+        issued: Certificate {
+            serial: issued.serial.clone(),
+            not_after: issued.not_after,
+            generation: 0,
+            authority: None,
+        },
     };
     world.ask(&Principal::Node(NodeId(agent.node_id)), agent.node_id, renew).await.unwrap();
     agent.with(world, &issued.certificate_pem, &applicant.key)
@@ -96,16 +102,28 @@ async fn a_certificate_that_the_machine_does_not_know_opens_nothing_although_it_
     let agent = world.active().await;
     // Signed by the authority, and never committed.
     let (applicant, now) = (Applicant::new(), Utc::now());
-    let issued =
-        world.services.trust.node_ca.issue(agent.node_id, &applicant.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
+    let issued = world
+        .services
+        .trust
+        .keys
+        .load()
+        .node
+        .issue(agent.node_id, &applicant.csr_pem, now, now + TimeDelta::hours(1))
+        .unwrap();
     let stray = agent.with(&world, &issued.certificate_pem, &applicant.key);
     stray.wait(&world, 1).await.not_let_in("certificate_unknown");
     stray.beat(&world).await.not_let_in("certificate_unknown");
     stray.renew(&world).await.not_let_in("certificate_unknown");
     // A node that the database has forgotten.
     let nobody = Uuid::now_v7();
-    let issued =
-        world.services.trust.node_ca.issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
+    let issued = world
+        .services
+        .trust
+        .keys
+        .load()
+        .node
+        .issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1))
+        .unwrap();
     let nobody =
         Agent::new(&world, nobody, agent.boot_id, agent.recovery.clone(), &issued.certificate_pem, &applicant.key);
     nobody.wait(&world, 1).await.not_let_in("certificate_unknown");

@@ -7,6 +7,7 @@ use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::identity::forwarded::Forwarding;
 use crate::identity::proxies::Proxies;
+use crate::keys::{Keys, KeysInForce, NodeAuthorities, TaskKeys};
 use crate::node_ca::NodeCa;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
@@ -39,7 +40,7 @@ use futures::future::BoxFuture;
 use ipnet::IpNet;
 use persistence::committer::CommitterMetrics;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Reads};
+use persistence::{Cluster, Committer, CommitterConfig, Reads, Secrets};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use reqwest::Method;
 use rustls::pki_types::pem::PemObject;
@@ -56,9 +57,9 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use wire::keys::{KeyStatus, VerifierKey};
+
 use wire::task::{TaskPayload, open};
-use wire::{PublicKey, VerifierSet, Verifiers};
+use wire::{VerifierSet, Verifiers};
 
 pub(super) struct World {
     pub(super) services: Services,
@@ -123,10 +124,11 @@ impl World {
 
     async fn in_memory(proxies: Option<(Forwarding, Vec<IpNet>)>) -> Self {
         let unreachable = PoolConfig::new("postgres://nobody@127.0.0.1:1/none".into(), None);
-        let reads = Reads::new(persistence::pool::open(&unreachable).unwrap());
+        let pool = persistence::pool::open(&unreachable).unwrap();
         let terms = Shard::all().map(|shard| Term { shard, epoch: Epoch(1) }).collect();
         let memory = Arc::new(Memory::default());
-        let mut world = Self::over(Arc::clone(&memory) as Arc<dyn Store>, reads, terms, None, proxies).await;
+        let books = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
+        let mut world = Self::over(Arc::clone(&memory) as Arc<dyn Store>, books, terms, None, proxies).await;
         world.memory = memory;
         world
     }
@@ -144,14 +146,14 @@ impl World {
         let (publish, mut published) = tokio::sync::mpsc::channel(1000);
         tokio::spawn(async move { while published.recv().await.is_some() {} });
         let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
-        let reads = Reads::new(pool);
+        let (reads, secrets) = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
         let store = Arc::new(Durable { committer, reads: reads.clone() });
-        Self::over(store, reads, terms, Some(postgres), None).await
+        Self::over(store, (reads, secrets), terms, Some(postgres), None).await
     }
 
     async fn over(
         store: Arc<dyn Store>,
-        reads: Reads,
+        (reads, secrets): (Reads, Secrets),
         terms: Vec<Term>,
         postgres: Option<Postgres>,
         proxies: Option<(Forwarding, Vec<IpNet>)>,
@@ -168,21 +170,22 @@ impl World {
         let domain = TrustDomain::parse("gpu.example").unwrap();
         let now = Utc::now();
         let node_ca = NodeCa::create(domain.clone(), now - TimeDelta::days(1), now + TimeDelta::days(365)).unwrap().ca;
-        let task_signer = recovery_key();
-        let active = PublicKey::from(&task_signer);
-        let verifier_set = VerifierSet::sign(0, vec![VerifierKey::new(active, KeyStatus::Active)], &[]).unwrap();
+        let keys = KeysInForce::new(Keys {
+            task: TaskKeys::founded(recovery_key(), now).unwrap(),
+            node: NodeAuthorities::founded(node_ca, now).unwrap(),
+        });
         let tls = Tls::make();
         let jwks = Jwks::new(JwksSettings::new("http://127.0.0.1:1/realms/none")).unwrap();
         let authenticator = Authenticator::new(TokenRules::new("http://127.0.0.1:1/realms/none", "gpuaas"), jwks);
         let config = server_config(&ServerTls {
             certificate_chain_pem: &tls.chain,
             key_pem: &tls.key,
-            client_authorities_pem: Some(node_ca.certificate_pem()),
+            client_authorities_pem: Some(&keys.load().node.bundle_pem()),
             tickets: Some(Arc::new(SharedTickets::new(SecretSlice::from(vec![9; 32])).unwrap())),
         })
         .unwrap();
         let proxies = proxies.map(|(forwarding, networks)| {
-            Arc::new(Proxies::new(forwarding, networks, node_ca.certificate_pem()).unwrap())
+            Arc::new(Proxies::new(forwarding, networks, &keys.load().node.bundle_pem()).unwrap())
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -204,11 +207,9 @@ impl World {
             platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
             trust: Trust {
                 domain: domain.clone(),
-                node_ca,
-                task_signer,
-                task_key_id: active.key_id(),
-                bootstrap_verifier_keys: vec![verifier_set.to_env_value()],
-                verifier_set,
+                keys,
+                secrets,
+                bootstrap_verifier_keys: Vec::new(),
                 api_ca_pem: tls.authority_pem,
                 nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
                 at_rest: crate::testing::key_ring(),
@@ -358,7 +359,7 @@ impl World {
     #[track_caller]
     pub(super) fn opened(&self, answer: &Answer) -> TaskPayload {
         let envelope = serde_json::from_value(answer.is(200).clone()).unwrap();
-        let keys = VerifierSet::from_env_value(&self.services.trust.bootstrap_verifier_keys.join(",")).unwrap();
+        let keys = VerifierSet::from_env_value(&self.services.trust.bundled_verifier_keys()).unwrap();
         open(&envelope, &Verifiers::trusting(keys).unwrap()).unwrap()
     }
 
@@ -520,7 +521,7 @@ impl Effects for AtOnce {
                     self.polls.wake(node);
                 }
             }
-            Effect::CloseNode(_) | Effect::ReadPolicy => {}
+            Effect::CloseNode(_) | Effect::ReadPolicy | Effect::ReadKeys => {}
         }
     }
 }

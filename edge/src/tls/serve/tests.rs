@@ -19,6 +19,7 @@ use super::*;
 use crate::{
     correlation::Service,
     identity::NodeIdentity,
+    keys::{Keys, KeysInForce, NodeAuthorities, TaskKeys},
     limits::finished,
     node_ca::NodeCa,
     testing::install_crypto,
@@ -28,7 +29,13 @@ use crate::{
 mod hostile;
 
 #[derive(Clone)]
-struct App(TrustDomain);
+struct App(TrustDomain, KeysInForce);
+
+impl FromRef<App> for KeysInForce {
+    fn from_ref(app: &App) -> Self {
+        app.1.clone()
+    }
+}
 
 impl FromRef<App> for TrustDomain {
     fn from_ref(app: &App) -> Self {
@@ -50,7 +57,11 @@ fn domain() -> TrustDomain {
     TrustDomain::parse("gpu.example").unwrap()
 }
 
-fn router() -> Router {
+fn router(ca: NodeCa) -> Router {
+    let keys = Keys {
+        task: TaskKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[1; 32]), Utc::now()).unwrap(),
+        node: NodeAuthorities::founded(ca, Utc::now()).unwrap(),
+    };
     let routes = Router::new()
         .route(
             "/nodes/{id}/hello",
@@ -72,7 +83,7 @@ fn router() -> Router {
                 upgrade.on_upgrade(|mut socket| async move { while socket.recv().await.is_some() {} })
             }),
         )
-        .with_state(App(domain()));
+        .with_state(App(domain(), KeysInForce::new(keys)));
     finished(routes, crate::testing::outermost(Service { name: "node-api", tells_route: false }))
 }
 
@@ -83,7 +94,9 @@ impl World {
 
     /// `like`: a second replica, with the first one's authorities and ticket secret.
     async fn shared(limits: ListenerLimits, like: Option<&Settings>) -> Self {
-        Self::serving(limits, like, router()).await
+        let settings = like.cloned().unwrap_or_else(Settings::make);
+        let router = router(NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap());
+        Self::serving(limits, Some(&settings), router).await
     }
 
     async fn serving(limits: ListenerLimits, like: Option<&Settings>, router: Router) -> Self {

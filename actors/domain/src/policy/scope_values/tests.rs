@@ -27,6 +27,15 @@ fn decide(
     now: i64,
     policy: &PolicyBook,
 ) -> Result<Step<ScopeValues>, Rejection> {
+    ask(state, Command::Write(Box::new(new)), now, policy)
+}
+
+fn ask(
+    state: Option<&ScopeValues>,
+    command: Command,
+    now: i64,
+    policy: &PolicyBook,
+) -> Result<Step<ScopeValues>, Rejection> {
     let by = Principal::system("test");
     let ctx = Ctx {
         now: at(now),
@@ -38,7 +47,15 @@ fn decide(
         version: 1,
         trace: crate::machine::Trace::default(),
     };
-    ScopeValues::decide(state, Command::Write(Box::new(new)), &ctx)
+    ScopeValues::decide(state, command, &ctx)
+}
+
+fn in_force() -> TakeBack {
+    TakeBack { key: KEY, effective_at: None, reason: "a test".into(), expected: Expected::Anything }
+}
+
+fn take_back(state: &ScopeValues, what: TakeBack, now: i64) -> Result<ScopeValues, Rejection> {
+    Ok(ask(Some(state), Command::TakeBack(what), now, &PolicyBook::default())?.next.unwrap())
 }
 
 fn write(state: Option<&ScopeValues>, new: NewValue, now: i64) -> Result<ScopeValues, Rejection> {
@@ -105,6 +122,62 @@ fn the_past_is_refused_but_for_a_slow_clock_and_the_far_future_too() {
     let fine = at(5) + TimeDelta::nanoseconds(1_234_567);
     let kept = write(None, when(fine), 0).unwrap().values[0].effective_at;
     assert_eq!(kept, at(5) + TimeDelta::microseconds(1234));
+}
+
+#[test]
+fn what_is_taken_back_holds_no_more_and_what_it_superseded_does_not_come_back() {
+    let ahead = |value, second| NewValue { effective_at: Some(at(second)), ..new(value) };
+    let values = write(None, new(10), 0).unwrap();
+    let values = write(Some(&values), ahead(20, 5), 1).unwrap();
+    let values = write(Some(&values), ahead(30, 60), 1).unwrap();
+    let left = take_back(&values, in_force(), 6).unwrap();
+    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (KEY.default_value(), Value::Int(30)));
+    // One that lies ahead is named by its instant; those before it stay.
+    let this = |second| TakeBack { effective_at: Some(at(second)), ..in_force() };
+    let left = take_back(&values, this(60), 6).unwrap();
+    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (Value::Int(20), Value::Int(20)));
+    // So may be the one in force.
+    assert_eq!(holds_at(&take_back(&values, this(5), 6).unwrap(), 6), KEY.default_value());
+    let not_set = Err(Rejection::NotSet { key: KEY });
+    for nothing in [this(0), this(7), this(61)] {
+        assert_eq!(take_back(&values, nothing, 6), not_set);
+    }
+    assert_eq!(
+        take_back(&left, TakeBack { key: Key::MaasEnabled, ..in_force() }, 6).err(),
+        Some(Rejection::NotSet { key: Key::MaasEnabled })
+    );
+    assert_eq!(
+        ask(None, Command::TakeBack(in_force()), 0, &PolicyBook::default()).err(),
+        Some(Rejection::NotSet { key: KEY })
+    );
+}
+
+#[test]
+fn a_value_is_taken_back_only_while_it_is_what_was_expected_and_this_is_audited_and_said() {
+    let values = write(None, new(10), 0).unwrap();
+    for wrong in [Expected::Nothing, Expected::This(Value::Int(11))] {
+        let refused = take_back(&values, TakeBack { expected: wrong, ..in_force() }, 1);
+        assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(Value::Int(10)) }));
+    }
+    let right = TakeBack { expected: Expected::This(Value::Int(10)), reason: "a trial ended".into(), ..in_force() };
+    let step = ask(Some(&values), Command::TakeBack(right), 1, &PolicyBook::default()).unwrap();
+    let [audit] = step.audit.as_slice() else { panic!("{:?}", step.audit) };
+    assert_eq!((audit.action, &audit.metadata["reason"]), (AuditAction::PoliciesTakeBack, &json!("a trial ended")));
+    assert_eq!((&audit.metadata["old_value"], &audit.metadata["new_value"]), (&json!(10), &json!(null)));
+    assert_eq!(step.events[0].subject(), KEY.invalidation());
+    assert_eq!(step.effects, [Effect::ReadPolicy]);
+}
+
+#[test]
+fn a_value_that_keeps_two_keys_in_order_is_not_taken_back() {
+    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
+    let deposit = |key, value| NewValue { key, value: Value::Int(value), ..new(0) };
+    let values = write(None, deposit(high, 500_000), 0).unwrap();
+    let values = write(Some(&values), deposit(low, 200_000), 0).unwrap();
+    let refused = take_back(&values, TakeBack { key: high, ..in_force() }, 1);
+    assert!(matches!(refused, Err(Rejection::Crosses { key, .. }) if key == high), "{refused:?}");
+    let left = take_back(&values, TakeBack { key: low, ..in_force() }, 1).unwrap();
+    assert!(take_back(&left, TakeBack { key: high, ..in_force() }, 1).unwrap().values.is_empty());
 }
 
 #[test]

@@ -76,6 +76,7 @@ async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
         (415, "unsupported_media_type", posted(&format!("{json}content-encoding: identity, br\r\n"), b"{}")),
         (415, "unsupported_media_type", posted("content-type: application/json; charset=utf-16\r\n", b"{}")),
         (415, "unsupported_media_type", posted("content-type: text/plain\r\n", b"{}")),
+        (415, "unsupported_media_type", posted(&format!("{json}content-type: text/plain\r\n"), b"{}")),
         (400, "invalid_request", posted(json, &gzip)),
         (400, "invalid_request", posted(json, b"\xef\xbb\xbf{\"name\":\"after a byte order mark\"}")),
         (400, "invalid_request", posted(json, b"\xff\xfe{\0}\0")),
@@ -158,6 +159,41 @@ async fn a_target_that_never_ends_is_refused() {
         let answer = world.answer_to(format!("GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
         assert!(matches!(status(&answer), 414 | 431), "{answer}");
     }
+    world.expect_served().await;
+}
+
+#[tokio::test]
+async fn what_is_refused_before_there_is_a_request_gets_the_envelope() {
+    let world = listener().await;
+    let open = "GET /open HTTP/1.1\r\nhost: localhost\r\n";
+    let many = (0..200).map(|n| format!("x-{n}: y\r\n")).collect::<String>();
+    let long = format!("x: {}\r\n", "y".repeat(1 << 20));
+    let target = format!("GET /open?{} HTTP/1.1\r\nhost: localhost\r\n\r\n", "x=1&".repeat(20_000));
+    for (expected, code, request) in [
+        (431, "headers_too_large", format!("{open}{many}\r\n")),
+        (431, "headers_too_large", format!("{open}{long}\r\n")),
+        (431, "headers_too_large", format!("{open}x-correlation-id: {}\r\n\r\n", "y".repeat(1 << 20))),
+        (431, "headers_too_large", target),
+        (400, "invalid_request", format!("{open}x\0y: a\r\n\r\n")),
+        (400, "invalid_request", format!("{open}x : a\r\n\r\n")),
+        (400, "invalid_request", "GET\r\n\r\n".to_owned()),
+        (400, "invalid_request", "GET /open HTTP/1.1\r\nconnection: close\r\n\r\n".to_owned()),
+        (400, "invalid_request", format!("{open}host: elsewhere\r\nconnection: close\r\n\r\n")),
+        (400, "invalid_request", "GET /open HTTP/9.9\r\n\r\n".to_owned()),
+    ] {
+        let answer = world.answer_to(request.as_bytes()).await;
+        assert_eq!((status(&answer), answers(&answer)), (expected, 1), "{answer}");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let body: serde_json::Value = serde_json::from_str(body).unwrap();
+        assert_eq!((&body["code"], &body["details"]["service"]), (&code.into(), &"api".into()), "{answer}");
+        let id = body["correlation_id"].as_str().unwrap();
+        assert!(head.contains(&format!("x-correlation-id: {id}\r\n")) && head.contains("\r\ndate: "), "{head}");
+        assert!(head.contains("connection: close"), "{head}");
+    }
+    // The answer to the request before it comes first, and whole.
+    let answer = world.answer_to(format!("{open}\r\n{open}{many}\r\n").as_bytes()).await;
+    assert_eq!((status(&answer), answers(&answer)), (200, 2), "{answer}");
+    assert!(answer.contains("\r\n\r\nopenHTTP/1.1 431 ") && answer.contains("headers_too_large"), "{answer}");
     world.expect_served().await;
 }
 
@@ -291,6 +327,15 @@ async fn more_headers_than_may_be_are_refused_over_http_2_too() {
         .build()
         .unwrap();
     let url = format!("https://localhost:{}/open", world.address.port());
+    for (count, length) in [(101, 1), (40, 1000)] {
+        let flooded =
+            (0..count).fold(client.get(&url), |request, n| request.header(format!("x-{n}"), "y".repeat(length)));
+        let answer = flooded.send().await.unwrap();
+        assert_eq!((answer.status().as_u16(), answer.version()), (431, reqwest::Version::HTTP_2));
+        let body: serde_json::Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
+        assert_eq!((&body["code"], &body["details"]["limit_count"]), (&"headers_too_large".into(), &100.into()));
+    }
+    // Far more than that h2 refuses itself.
     let flooded = (0..200).fold(client.get(&url), |request, n| request.header(format!("x-{n}"), "y".repeat(1000)));
     // Told so, or cut off where it does not stop.
     let refused = flooded.send().await.map(|answer| answer.status().as_u16());

@@ -14,21 +14,23 @@ use tokio_rustls::client::TlsStream;
 use uuid::Uuid;
 
 /// One connection.
-pub(crate) struct Caller {
+pub struct Caller {
     stream: TlsStream<TcpStream>,
     read: Vec<u8>,
 }
 
 /// A whole request.
-pub(crate) struct Request(String);
+pub struct Request(String);
 
 impl Request {
-    pub(crate) fn get(path: &str, token: &str) -> Self {
+    #[must_use]
+    pub fn get(path: &str, token: &str) -> Self {
         Self(format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\n\r\n"))
     }
 
     /// Without a body, and with a key of its own.
-    pub(crate) fn post(path: &str, token: &str) -> Self {
+    #[must_use]
+    pub fn post(path: &str, token: &str) -> Self {
         let key = Uuid::new_v4();
         Self(format!(
             "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {token}\r\nidempotency-key: {key}\r\n\
@@ -39,7 +41,10 @@ impl Request {
 
 impl Caller {
     /// To `https://HOST:PORT`, whose certificate the authority in `ca` has signed.
-    pub(crate) async fn connect(base: &str, ca: &Path) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// Where it cannot be reached, or is another.
+    pub async fn connect(base: &str, ca: &Path) -> anyhow::Result<Self> {
         let address = base.strip_prefix("https://").context("the base is no https URL")?;
         let (host, _) = address.rsplit_once(':').context("the base has no port")?;
         let mut roots = RootCertStore::empty();
@@ -55,7 +60,23 @@ impl Caller {
     }
 
     /// Sends it and reads the whole answer, which must be a success.
-    pub(crate) async fn ask(&mut self, Request(request): &Request) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// Where it is none, or the connection breaks.
+    pub async fn ask(&mut self, request: &Request) -> anyhow::Result<()> {
+        let status = self.status_of(request).await?;
+        if !(200..300).contains(&status) {
+            let line = request.0.lines().next().unwrap_or_default();
+            bail!("{line}: {}", String::from_utf8_lossy(&self.read));
+        }
+        Ok(())
+    }
+
+    /// Sends it and reads the whole answer, whatever it is.
+    ///
+    /// # Errors
+    /// Where the connection breaks.
+    pub async fn status_of(&mut self, Request(request): &Request) -> anyhow::Result<u16> {
         self.stream.write_all(request.as_bytes()).await?;
         self.stream.flush().await?;
         self.read.clear();
@@ -70,14 +91,9 @@ impl Caller {
                 None if text.contains("transfer-encoding: chunked") => self.read.ends_with(b"\r\n0\r\n\r\n"),
                 None => true,
             };
-            if !ended {
-                continue;
+            if ended {
+                return text.get(9..12).context("an answer has no status")?.parse().context("a status is no number");
             }
-            if !text.starts_with("http/1.1 2") {
-                let line = request.lines().next().unwrap_or_default();
-                bail!("{line}: {}", String::from_utf8_lossy(&self.read));
-            }
-            return Ok(());
         }
     }
 }

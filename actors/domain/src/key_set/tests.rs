@@ -1,0 +1,180 @@
+use super::*;
+use crate::authz::Principal;
+use crate::machine::Trace;
+use crate::policy::PolicyBook;
+use chrono::TimeDelta;
+use proptest::prelude::*;
+use uuid::Uuid;
+
+fn at(seconds: i64) -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000 + seconds, 0).unwrap()
+}
+
+fn decide(state: Option<&KeySet>, command: Command, now: Timestamp) -> Result<Step<KeySet>, Rejection> {
+    let (policy, by) = (PolicyBook::default(), Principal::system("test"));
+    let (id, trace) = (Uuid::from_u128(5), Trace::default());
+    KeySet::decide(
+        state,
+        command,
+        &Ctx { now, policy: &policy, by: &by, correlation_id: "c", trace, seed: 1, id, version: 0 },
+    )
+}
+
+fn key(id: &str) -> NewKey {
+    NewKey { id: id.to_owned(), public: format!("public half of {id}") }
+}
+
+fn on(purpose: Purpose, version: u64) -> Basis {
+    let signatures = vec![Signature { by: "one".into(), value: "AAAA".into() }];
+    Basis { purpose, version, founding: key("one"), founded_at: at(-60), signatures }
+}
+
+fn rotate(change: Change, purpose: Purpose, version: u64) -> Command {
+    Command::Rotate { change, on: on(purpose, version), reason: "a year has passed".into() }
+}
+
+fn stage(id: &str) -> Change {
+    Change::Stage { key: key(id) }
+}
+
+fn activate(id: &str) -> Change {
+    Change::Activate { id: id.to_owned() }
+}
+
+fn retire(id: &str, dependents: u64, force: bool) -> Change {
+    Change::Retire { id: id.to_owned(), dependents, force }
+}
+
+/// Does each of the changes a minute after the one before.
+fn rotated(purpose: Purpose, changes: &[Change]) -> KeySet {
+    let mut set = None::<KeySet>;
+    for (minute, change) in changes.iter().enumerate() {
+        let version = set.as_ref().map_or(0, |set| set.version);
+        let now = at(60 * i64::try_from(minute).unwrap());
+        set = decide(set.as_ref(), rotate(change.clone(), purpose, version), now).unwrap().next;
+    }
+    set.unwrap()
+}
+
+fn phases(set: &KeySet) -> Vec<(&str, Phase)> {
+    set.keys.iter().map(|key| (key.id.as_str(), key.standing.phase())).collect()
+}
+
+#[test]
+fn a_key_goes_from_staged_to_active_to_grace_to_retired_and_each_step_is_published_and_audited() {
+    let staged = decide(None, rotate(stage("two"), Purpose::TaskSigning, 0), at(0)).unwrap();
+    assert_eq!(staged.audit[0].action, AuditAction::KeysStage);
+    assert_eq!(staged.effects, [Effect::ReadKeys]);
+    let staged = staged.next.unwrap();
+    assert_eq!(phases(&staged), [("one", Phase::Active), ("two", Phase::Staged)]);
+    assert_eq!((staged.version, staged.chain[0].version, staged.state()), (1, 1, "rotating"));
+    let active = decide(Some(&staged), rotate(activate("two"), Purpose::TaskSigning, 1), at(60)).unwrap().next.unwrap();
+    assert_eq!(phases(&active), [("one", Phase::Grace), ("two", Phase::Active)]);
+    let early = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3659));
+    assert_eq!(early.err(), Some(Rejection::InGrace { id: "one".into(), until: at(3660) }));
+    let done = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3660)).unwrap();
+    assert_eq!(
+        (done.audit[0].action, done.audit[0].metadata["forced"].clone()),
+        (AuditAction::KeysRetire, json!(false))
+    );
+    let done = done.next.unwrap();
+    assert_eq!((done.state(), done.listed().len(), done.chain.len()), ("settled", 1, 3));
+}
+
+#[test]
+fn a_key_that_leaked_is_retired_by_force_before_its_grace_is_over() {
+    let set = rotated(Purpose::TaskSigning, &[stage("two"), activate("two"), retire("one", 0, true)]);
+    assert_eq!(phases(&set), [("one", Phase::Retired), ("two", Phase::Active)]);
+}
+
+#[test]
+fn an_authority_that_a_node_needs_is_retired_by_force_alone_and_the_log_says_how_many_it_cut_off() {
+    let set = rotated(Purpose::NodeCa, &[stage("two"), activate("two")]);
+    let refused = decide(Some(&set), rotate(retire("one", 3, false), Purpose::NodeCa, 2), at(999_999)).err();
+    assert_eq!(refused, Some(Rejection::InUse { id: "one".into(), dependents: 3 }));
+    let free = decide(Some(&set), rotate(retire("one", 0, false), Purpose::NodeCa, 2), at(200));
+    assert!(free.is_ok(), "an authority waits for its certificates, not for a time");
+    let forced = decide(Some(&set), rotate(retire("one", 3, true), Purpose::NodeCa, 2), at(200)).unwrap();
+    assert_eq!((&forced.audit[0].metadata["cut_off"], &forced.audit[0].metadata["forced"]), (&json!(3), &json!(true)));
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_by_its_reason() {
+    let set = rotated(Purpose::TaskSigning, &[stage("two")]);
+    let refused = |change, version| decide(Some(&set), rotate(change, Purpose::TaskSigning, version), at(1)).err();
+    assert_eq!(refused(stage("three"), 1), Some(Rejection::AlreadyStaged { id: "two".into() }));
+    assert_eq!(refused(stage("one"), 1), Some(Rejection::Exists { id: "one".into() }));
+    assert_eq!(refused(activate("nine"), 1), Some(Rejection::NotFound { id: "nine".into() }));
+    let wrong = Rejection::WrongPhase { id: "one".into(), phase: Phase::Active };
+    assert_eq!(refused(activate("one"), 1), Some(wrong));
+    assert_eq!(refused(retire("one", 0, true), 1), Some(Rejection::StillActive { id: "one".into() }));
+    assert_eq!(refused(activate("two"), 0), Some(Rejection::Moved));
+    assert_eq!(decide(Some(&set), Command::Emptied { id: "one".into() }, at(1)).err(), Some(Rejection::OtherPurpose));
+}
+
+#[test]
+fn what_waits_for_the_operator_shows_when_it_waits_too_long() {
+    let set = rotated(Purpose::TaskSigning, &[stage("two")]);
+    let waits = set.deadline().unwrap();
+    assert_eq!(waits.at, at(0) + TimeDelta::days(7));
+    assert!(waits.reason.contains("task_signing") && waits.reason.contains("two"), "{}", waits.reason);
+    let set = rotated(Purpose::NodeCa, &[stage("two"), activate("two")]);
+    assert_eq!(set.deadline().unwrap().at, at(60) + TimeDelta::days(1));
+}
+
+#[test]
+fn a_key_of_the_key_ring_is_adopted_and_the_others_go_when_they_are_empty() {
+    let adopt = |id: &str, outgoing: &[&str]| Command::Adopt {
+        id: id.to_owned(),
+        outgoing: outgoing.iter().map(|id| (*id).to_owned()).collect(),
+        reason: "a year has passed".into(),
+    };
+    let set = decide(None, adopt("b", &["a"]), at(0)).unwrap().next.unwrap();
+    assert_eq!(phases(&set), [("b", Phase::Active), ("a", Phase::Grace)]);
+    assert!(decide(Some(&set), adopt("b", &["a"]), at(1)).unwrap().next.is_none(), "asking twice is asking once");
+    let empty = decide(Some(&set), Command::Emptied { id: "a".into() }, at(2)).unwrap().next.unwrap();
+    assert_eq!((phases(&empty), empty.state()), (vec![("b", Phase::Active), ("a", Phase::Retired)], "settled"));
+    assert!(decide(Some(&empty), Command::Emptied { id: "b".into() }, at(3)).unwrap().next.is_none());
+    let again = decide(Some(&empty), adopt("a", &["b"]), at(4)).unwrap().next.unwrap();
+    assert_eq!(phases(&again), [("b", Phase::Grace), ("a", Phase::Active)]);
+    let rotated = decide(Some(&set), rotate(stage("c"), Purpose::AtRest, set.version), at(5));
+    assert_eq!(rotated.err(), Some(Rejection::OtherPurpose));
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_asked_one_key_is_active_and_every_version_is_signed_for_by_keys_of_the_one_before(
+        asked in prop::collection::vec((0_u8..4, 0_usize..12, any::<bool>(), 0_i64..5000), 0..80)
+    ) {
+        let ids: Vec<String> = (0..12).map(|n| format!("k{n}")).collect();
+        let mut set = KeySet::founded(Purpose::TaskSigning, key("one"), at(0));
+        let mut now = at(0);
+        for (what, which, force, later) in asked {
+            now += TimeDelta::seconds(later);
+            let id = ids[which].clone();
+            let change = match what {
+                0 => Change::Stage { key: key(&id) },
+                1 => Change::Activate { id },
+                _ => Change::Retire { id: if which == 11 { "one".into() } else { id }, dependents: 0, force },
+            };
+            let foreseen = set.listed_after(&change);
+            let step = decide(Some(&set), rotate(change.clone(), Purpose::TaskSigning, set.version), now);
+            let Ok(step) = step else { continue };
+            let next = step.next.unwrap();
+            prop_assert_eq!(foreseen.unwrap(), next.listed(), "what was signed is what is published");
+            prop_assert_eq!(next.version, set.version + 1);
+            prop_assert_eq!(next.listed().iter().filter(|key| key.phase == Phase::Active).count(), 1);
+            let link = next.chain.last().unwrap();
+            prop_assert_eq!((link.version, &link.keys), (next.version, &next.listed()));
+            let trusted_before = set.listed();
+            let active = next.listed().into_iter().find(|key| key.phase == Phase::Active).unwrap();
+            prop_assert!(trusted_before.iter().any(|key| key.id == active.id), "nobody signs with what was never trusted");
+            prop_assert_eq!((step.audit.len(), step.events.len()), (1, 1));
+            prop_assert!(next.chain.len() <= LINKS);
+            prop_assert_eq!(next.state() == "settled", next.deadline().is_none());
+            let kept = serde_json::to_string(&next).unwrap();
+            prop_assert_eq!(&serde_json::from_str::<KeySet>(&kept).unwrap(), &next);
+            set = next;
+        }
+    }
+}

@@ -1,0 +1,511 @@
+//! The service's own keys: where each stands in its rotation, and its next step (design 8).
+//!
+//! A change is answered once every replica goes by it (200), or when that takes too long (202, with who does not yet).
+
+use actors::Answered;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::key_set::{Basis, Change, Command, Key, KeySet, NewKey, Phase, Purpose, Rejection, Reply, Standing};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::asking::{Asking, May, RotateKeys, replayed};
+use super::field::{Because, KeyId, Reason};
+use crate::answer::Explain as _;
+use crate::body;
+use crate::error::{ApiError, Code};
+use crate::keys::{Keys, KeysError, make, set_id, stored};
+use crate::runtime::TreeFilter;
+use crate::services::Services;
+
+/// How long the replicas are waited for, and how often they are asked.
+const HEARD_WITHIN: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(100);
+/// The most nodes that are named in an answer.
+const NAMED: u32 = 100;
+
+/// What a repetition asks with: its first time is what counts.
+const NONE: NewKey = NewKey { id: String::new(), public: String::new() };
+
+/// What keys are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyPurpose {
+    /// They sign what agents execute.
+    TaskSigning,
+    /// They certify nodes.
+    NodeCa,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyPhase {
+    /// Trusted everywhere, and not used yet.
+    Staged,
+    /// Used.
+    Active,
+    /// Trusted until nothing depends on it any more.
+    Grace,
+    /// Trusted nowhere.
+    Retired,
+}
+
+/// A new key is to be made.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewStaged {
+    purpose: KeyPurpose,
+    reason: Reason,
+}
+
+/// A key is to take its next step.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KeyStep {
+    purpose: KeyPurpose,
+    key_id: KeyId,
+    reason: Reason,
+    /// Also where something still depends on how it is: the answer to the refusal says what.
+    #[serde(default)]
+    force: bool,
+}
+
+/// All keys of the service that are rotated.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct AllKeys {
+    pub sets: Vec<KeySetView>,
+    pub at_rest: AtRestView,
+    pub replicas: Vec<ReplicaKeys>,
+}
+
+/// The keys of the key ring, by which is sealed what must be readable again.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = KeysAtRest)]
+pub struct AtRestView {
+    /// Rises with every change; 0 where none was ever put to use by `rewrap`.
+    pub version: u64,
+    pub keys: Vec<AtRestKey>,
+}
+
+/// A key of the key ring, without itself.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = KeyAtRest)]
+pub struct AtRestKey {
+    pub key_id: String,
+    /// None where it was never part of a rotation.
+    pub phase: Option<KeyPhase>,
+    pub since: Option<DateTime<Utc>>,
+    /// How many values are sealed under it: one without any may leave the key ring.
+    pub sealed: u64,
+}
+
+/// The keys of one purpose.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = KeySet)]
+pub struct KeySetView {
+    pub purpose: KeyPurpose,
+    /// Rises with every change.
+    pub version: u64,
+    /// In the order in which they came.
+    pub keys: Vec<KeyView>,
+}
+
+/// A key, as far as it may be known.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = Key)]
+pub struct KeyView {
+    pub key_id: String,
+    pub phase: KeyPhase,
+    /// Since when it is in its phase.
+    pub since: DateTime<Utc>,
+    /// When it shows as overdue where nobody moves it on.
+    pub until: Option<DateTime<Utc>>,
+    pub made_at: DateTime<Utc>,
+    /// The public key or the certificate.
+    pub public: String,
+    /// Of an authority: the nodes whose certificates are by it alone.
+    pub dependents: Option<u64>,
+}
+
+/// What a replica goes by.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct ReplicaKeys {
+    pub name: String,
+    /// False where it did not answer: the versions are not known.
+    pub answers: bool,
+    pub versions: BTreeMap<String, u64>,
+    /// The key of its key ring that seals.
+    pub seals_with: Option<String>,
+}
+
+/// A set after a change.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+pub struct Changed {
+    pub set: KeySetView,
+    /// The key that was changed.
+    pub key_id: String,
+    /// Replicas that do not go by it yet; none where the answer is 200 or 201.
+    pub waiting_for: Vec<String>,
+    /// Nodes that have to recover their identity or to be enrolled anew, at most 100 of them.
+    pub cut_off: Vec<CutOff>,
+}
+
+/// A node without a certificate by a trusted authority.
+#[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
+pub struct CutOff {
+    pub node_id: Uuid,
+    pub host: String,
+    /// When the certificate that it has would have ended.
+    pub certificate_not_after: DateTime<Utc>,
+}
+
+/// The service's own keys, and where each stands in its rotation.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The keys.", body = AllKeys)))]
+pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -> Result<Json<AllKeys>, ApiError> {
+    let keys = read(&services).await?;
+    let sets =
+        vec![view(&services, &keys, Purpose::TaskSigning).await?, view(&services, &keys, Purpose::NodeCa).await?];
+    let at_rest = at_rest(&services).await?;
+    Ok(Json(AllKeys { sets, at_rest, replicas: replicas(&services).await? }))
+}
+
+/// Makes a key and has it trusted everywhere. Nothing uses it yet.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewStaged,
+    responses(
+        (status = 201, description = "It is staged, and every replica trusts it.", body = Changed),
+        (status = 202, description = "It is staged; some replicas do not trust it yet.", body = Changed),
+    ),
+)]
+pub(super) async fn stage(
+    May { asking, .. }: May<RotateKeys>,
+    State(services): State<Services>,
+    body::Json(asked): body::Json<NewStaged>,
+) -> Result<Response, ApiError> {
+    let purpose = Purpose::from(asked.purpose);
+    // A second one would be refused: no key is made for that. A repetition gets its first answer all the same.
+    let keys = read(&services).await?;
+    let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
+    let key = if asking.is_repetition().await? {
+        NONE
+    } else if let Some(staged) = staged {
+        return Err(Rejection::AlreadyStaged { id: staged.id.clone() }.explain());
+    } else {
+        make(&services.trust.secrets, &services.trust.domain, purpose).await?
+    };
+    let doing = Doing { purpose, change: Change::Stage { key }, reason: asked.reason.to_string(), cut_off: Vec::new() };
+    doing.carried_out(&asking, &services, &asked, StatusCode::CREATED).await
+}
+
+/// Puts a staged key to use. The one before is trusted on, in grace.
+///
+/// It is refused while a replica does not know the key, which could not serve what others do with it.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = KeyStep,
+    responses(
+        (status = 200, description = "It is active on every replica.", body = Changed),
+        (status = 202, description = "It is active; some replicas use the one before yet.", body = Changed),
+    ),
+)]
+pub(super) async fn activate(
+    May { asking, .. }: May<RotateKeys>,
+    State(services): State<Services>,
+    body::Json(asked): body::Json<KeyStep>,
+) -> Result<Response, ApiError> {
+    let purpose = Purpose::from(asked.purpose);
+    if !asked.force && !asking.is_repetition().await? {
+        let version = set_of(&read(&services).await?, purpose).version;
+        let behind = until_heard(&services, purpose, version).await?;
+        if !behind.is_empty() {
+            let names = behind.join(", ");
+            return Err(ApiError::new(
+                Code::StateConflict,
+                format!("Not every replica knows the key yet: {names}. Ask again in a moment, or end those that hang."),
+            )
+            .detail("waiting_for", serde_json::json!(behind)));
+        }
+    }
+    let change = Change::Activate { id: asked.key_id.to_string() };
+    let doing = Doing { purpose, change, reason: asked.reason.to_string(), cut_off: Vec::new() };
+    doing.carried_out(&asking, &services, &asked, StatusCode::OK).await
+}
+
+/// Trusts a key no more. Its private half is destroyed.
+///
+/// A signing key is refused before its grace is over, an authority while nodes have certificates by it alone; with `force` neither is,
+/// and the answer names the nodes that are cut off.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = KeyStep,
+    responses(
+        (status = 200, description = "No replica trusts it.", body = Changed),
+        (status = 202, description = "It is retired; some replicas trust it yet.", body = Changed),
+    ),
+)]
+pub(super) async fn retire(
+    May { asking, .. }: May<RotateKeys>,
+    State(services): State<Services>,
+    body::Json(asked): body::Json<KeyStep>,
+) -> Result<Response, ApiError> {
+    let (purpose, id) = (Purpose::from(asked.purpose), asked.key_id.to_string());
+    let keys = read(&services).await?;
+    let (cut_off, dependents) = match purpose {
+        Purpose::NodeCa => dependents(&services, &keys, &id, NAMED).await?,
+        Purpose::TaskSigning | Purpose::AtRest => (Vec::new(), 0),
+    };
+    let change = Change::Retire { id, dependents, force: asked.force };
+    let doing = Doing { purpose, change, reason: asked.reason.to_string(), cut_off };
+    // A key that has leaked is to go now, however much waits.
+    doing.carried_out(&asking.urgently(), &services, &asked, StatusCode::OK).await
+}
+
+/// Has everything sealed anew under the key of the key ring that is active in its file.
+///
+/// It goes on in the background, whatever dies; GET of the keys shows what is left under each key. It is refused while a replica seals
+/// with another key.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = Because,
+    responses((status = 202, description = "It goes on.", body = AtRestView)),
+)]
+pub(super) async fn rewrap(
+    May { asking, .. }: May<RotateKeys>,
+    State(services): State<Services>,
+    body::Json(asked): body::Json<Because>,
+) -> Result<Response, ApiError> {
+    let values = services.trust.secrets.rewrap();
+    let id = values.active().to_owned();
+    let others = until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
+    if !others.is_empty() && !asking.is_repetition().await? {
+        let names = others.join(", ");
+        return Err(ApiError::new(
+            Code::StateConflict,
+            format!("Not every replica seals with key {id}: {names}. Make it active in their key rings and restart them first."),
+        )
+        .detail("key_id", id)
+        .detail("waiting_for", serde_json::json!(others)));
+    }
+    let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
+    let command = Command::Adopt { id, outgoing, reason: asked.reason.to_string() };
+    let answered = asking.ask::<KeySet>(set_id(Purpose::AtRest), command, &asked).await?;
+    Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
+}
+
+async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
+    let mut sealed = services.trust.secrets.rewrap().sealed().await?;
+    let set = stored(&services.reads, Purpose::AtRest).await?;
+    let known = |key: &Key| AtRestKey {
+        key_id: key.id.clone(),
+        phase: Some(KeyPhase::of(key.standing.phase())),
+        since: Some(key.entered_at),
+        sealed: sealed.remove(&key.id).unwrap_or(0),
+    };
+    let version = set.as_ref().map_or(0, |set| set.version);
+    let mut keys: Vec<_> = set.iter().flat_map(|set| &set.keys).map(known).collect();
+    keys.extend(sealed.into_iter().map(|(key_id, sealed)| AtRestKey { key_id, phase: None, since: None, sealed }));
+    Ok(AtRestView { version, keys })
+}
+
+/// A change under way.
+struct Doing {
+    purpose: Purpose,
+    change: Change,
+    reason: String,
+    cut_off: Vec<CutOff>,
+}
+
+impl Doing {
+    async fn carried_out(
+        self,
+        asking: &Asking,
+        services: &Services,
+        body: &impl Serialize,
+        done: StatusCode,
+    ) -> Result<Response, ApiError> {
+        let keys = read(services).await?;
+        let on = match keys.prepare(self.purpose, &self.change)? {
+            Ok(on) => on,
+            // What was done before is refused now; whoever repeats it is to hear what came of it.
+            Err(_) if asking.is_repetition().await? => Basis {
+                purpose: self.purpose,
+                version: set_of(&keys, self.purpose).version,
+                founding: NONE,
+                founded_at: services.world.now(),
+                signatures: Vec::new(),
+            },
+            Err(rejection) => return Err(self.explained(rejection)),
+        };
+        let command = Command::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
+        let answered = asking.try_ask::<KeySet>(set_id(self.purpose), command, body).await?;
+        let answered: Answered<Reply> = answered.map_err(|error| match error {
+            actors::AskError::Rejected(rejection) => self.explained(rejection),
+            other => crate::answer::not_answered(other),
+        })?;
+        let Reply::At { version, id } = &answered.reply else {
+            return Err(ApiError::internal("the machine of keys answered another question"));
+        };
+        let waiting_for = until_heard(services, self.purpose, *version).await?;
+        let status = if waiting_for.is_empty() { done } else { StatusCode::ACCEPTED };
+        let set = view(services, &read(services).await?, self.purpose).await?;
+        let changed = Changed { set, key_id: id.clone(), waiting_for, cut_off: self.cut_off };
+        Ok((status, replayed(&answered), Json(changed)).into_response())
+    }
+
+    /// Of an authority that is needed, who needs it.
+    fn explained(&self, rejection: Rejection) -> ApiError {
+        rejection.explain().detail("nodes", serde_json::json!(self.cut_off))
+    }
+}
+
+async fn read(services: &Services) -> Result<Keys, ApiError> {
+    let trust = &services.trust;
+    Ok(Keys::read(&trust.secrets, &services.reads, &trust.domain).await?)
+}
+
+const fn set_of(keys: &Keys, purpose: Purpose) -> &KeySet {
+    match purpose {
+        Purpose::TaskSigning | Purpose::AtRest => &keys.task.set,
+        Purpose::NodeCa => &keys.node.set,
+    }
+}
+
+async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> Result<(Vec<CutOff>, u64), ApiError> {
+    let founding = keys.node.founding == id;
+    let (nodes, count) = services.reads.dependents(id, founding, services.world.now(), named).await?;
+    let cut_off = |of: persistence::read::Dependent| CutOff {
+        node_id: of.node.0,
+        host: of.host,
+        certificate_not_after: of.not_after,
+    };
+    Ok((nodes.into_iter().map(cut_off).collect(), count))
+}
+
+/// Waits until every living replica goes by this version, and answers with those that do not.
+async fn until_heard(services: &Services, purpose: Purpose, version: u64) -> Result<Vec<String>, ApiError> {
+    until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
+}
+
+/// Waits until no replica is `behind`, and answers with those that are. One that died a moment ago counts until it is missed.
+async fn until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
+    let end = Instant::now() + HEARD_WITHIN;
+    loop {
+        let found: Vec<_> = replicas(services).await?.into_iter().filter(|replica| behind(replica)).collect();
+        if found.is_empty() || Instant::now() >= end {
+            return Ok(found.into_iter().map(|replica| replica.name).collect());
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
+    let tree =
+        services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
+    let answer = |member: crate::runtime::MemberNode| ReplicaKeys {
+        name: member.name,
+        answers: true,
+        versions: member.key_sets,
+        seals_with: Some(member.seals_with).filter(|id| !id.is_empty()),
+    };
+    let silent =
+        |id: Uuid| ReplicaKeys { name: id.to_string(), answers: false, versions: BTreeMap::new(), seals_with: None };
+    Ok(tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect())
+}
+
+async fn view(services: &Services, keys: &Keys, purpose: Purpose) -> Result<KeySetView, ApiError> {
+    let set = set_of(keys, purpose);
+    let mut views = Vec::new();
+    for key in &set.keys {
+        let counted = purpose == Purpose::NodeCa && key.standing.phase() != Phase::Retired;
+        let dependents = if counted { Some(dependents(services, keys, &key.id, 1).await?.1) } else { None };
+        views.push(KeyView::of(key, dependents));
+    }
+    let purpose = match purpose {
+        Purpose::TaskSigning | Purpose::AtRest => KeyPurpose::TaskSigning,
+        Purpose::NodeCa => KeyPurpose::NodeCa,
+    };
+    Ok(KeySetView { purpose, version: set.version, keys: views })
+}
+
+impl KeyView {
+    fn of(key: &Key, dependents: Option<u64>) -> Self {
+        let until = match key.standing {
+            Standing::Staged { until } | Standing::Grace { until } => Some(until),
+            Standing::Active | Standing::Retired => None,
+        };
+        let phase = KeyPhase::of(key.standing.phase());
+        Self {
+            key_id: key.id.clone(),
+            phase,
+            since: key.entered_at,
+            until,
+            made_at: key.made_at,
+            public: key.public.clone(),
+            dependents,
+        }
+    }
+}
+
+impl KeyPurpose {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::TaskSigning => Purpose::TaskSigning.name(),
+            Self::NodeCa => Purpose::NodeCa.name(),
+        }
+    }
+}
+
+impl KeyPhase {
+    const fn of(phase: Phase) -> Self {
+        match phase {
+            Phase::Staged => Self::Staged,
+            Phase::Active => Self::Active,
+            Phase::Grace => Self::Grace,
+            Phase::Retired => Self::Retired,
+        }
+    }
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Staged => Phase::Staged.name(),
+            Self::Active => Phase::Active.name(),
+            Self::Grace => Phase::Grace.name(),
+            Self::Retired => Phase::Retired.name(),
+        }
+    }
+}
+
+impl From<KeyPurpose> for Purpose {
+    fn from(purpose: KeyPurpose) -> Self {
+        match purpose {
+            KeyPurpose::TaskSigning => Self::TaskSigning,
+            KeyPurpose::NodeCa => Self::NodeCa,
+        }
+    }
+}
+
+impl From<KeysError> for ApiError {
+    fn from(error: KeysError) -> Self {
+        match error {
+            KeysError::Store(error) => Self::from(error),
+            KeysError::Secret(persistence::secrets::SecretError::Store(error)) => Self::from(error),
+            error @ (KeysError::Secret(_) | KeysError::Damaged { .. } | KeysError::Authority(_)) => {
+                Self::internal(error)
+            }
+        }
+    }
+}

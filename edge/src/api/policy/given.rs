@@ -1,0 +1,61 @@
+//! A policy value as it was sent.
+
+use domain::policy::Value;
+use serde::{Deserialize, Deserializer, Serialize};
+use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, SchemaType, Type};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
+
+use crate::api::field::{WITHOUT_CONTROL, without_control};
+
+/// The longest text that is read as a value.
+const MAX_TEXT: usize = 255;
+/// Farther from zero than any key allows, and whole in every reader of JSON (RFC 8259, section 6).
+const MAX_NUMBER: i64 = 9_007_199_254_740_991;
+
+/// Any JSON, until its key says what it must be.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(transparent)]
+pub(in crate::api) struct Given(serde_json::Value);
+
+impl Given {
+    /// `None` for what no key takes: 1.0 and 1e3 too, which are no whole numbers as they are written.
+    pub(super) fn read(&self) -> Option<Value> {
+        let fits = |text: &str| text.chars().count() <= MAX_TEXT && without_control(text);
+        match &self.0 {
+            serde_json::Value::Bool(value) => Some(Value::Bool(*value)),
+            serde_json::Value::Number(number) => {
+                number.as_i64().filter(|number| (-MAX_NUMBER..=MAX_NUMBER).contains(number)).map(Value::Int)
+            }
+            serde_json::Value::String(text) if fits(text) => Some(Value::Text(text.clone())),
+            serde_json::Value::String(_)
+            | serde_json::Value::Null
+            | serde_json::Value::Array(_)
+            | serde_json::Value::Object(_) => None,
+        }
+    }
+}
+
+impl PartialSchema for Given {
+    fn schema() -> RefOr<Schema> {
+        let one = |of: Type| ObjectBuilder::new().schema_type(SchemaType::new(of));
+        let of = OneOfBuilder::new()
+            .item(one(Type::Integer).minimum(Some(-MAX_NUMBER)).maximum(Some(MAX_NUMBER)))
+            .item(one(Type::Boolean))
+            .item(one(Type::String).min_length(Some(1)).max_length(Some(MAX_TEXT)).pattern(Some(WITHOUT_CONTROL)))
+            .description(Some("A whole number, a text, true or false, by the type of its key."))
+            .build();
+        RefOr::T(Schema::OneOf(of))
+    }
+}
+
+impl ToSchema for Given {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "PolicyValueOfKey".into()
+    }
+}
+
+/// Tells a field that is null from one that is left out.
+pub(super) fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Given>>, D::Error> {
+    Option::<Given>::deserialize(deserializer).map(Some)
+}

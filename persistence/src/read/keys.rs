@@ -1,0 +1,63 @@
+//! Who depends on which key.
+
+use super::Reads;
+use crate::error::{Doing, StoreError};
+use domain::id::NodeId;
+use domain::machine::Timestamp;
+use sqlx::Row;
+
+/// A node that would be cut off with an authority.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dependent {
+    pub node: NodeId,
+    pub host: String,
+    /// When its last certificate by this authority ends.
+    pub not_after: Timestamp,
+}
+
+impl Reads {
+    /// The nodes whose live certificates are all by the authority `id`, those first whose certificate lasts longest, and how many they
+    /// are; at most `limit` are named. `founding`: certificates that name no authority are its too.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn dependents(
+        &self,
+        id: &str,
+        founding: bool,
+        now: Timestamp,
+        limit: u32,
+    ) -> Result<(Vec<Dependent>, u64), StoreError> {
+        let rows = sqlx::query(
+            "SELECT entity.id, body #>> '{registration,host}' AS host, live.not_after, count(*) OVER () AS count
+             FROM entity
+             CROSS JOIN LATERAL (
+                 SELECT max((certificate.value->>'not_after')::timestamptz) AS not_after,
+                        bool_and(coalesce(certificate.value->>'authority' = $1, $2)) AS by_this_alone
+                 FROM jsonb_each(body #> '{identity,certificates}') AS certificate
+                 WHERE (certificate.value->>'not_after')::timestamptz > $3
+                   AND certificate.value->>'generation' = body #>> '{identity,generation}'
+             ) AS live
+             WHERE kind = 'node' AND state NOT IN ('removing', 'removed') AND live.by_this_alone
+             ORDER BY live.not_after DESC, entity.id LIMIT $4",
+        )
+        .bind(id)
+        .bind(founding)
+        .bind(now)
+        .bind(i64::from(limit.max(1)))
+        .fetch_all(&self.pool)
+        .await
+        .doing("counting nodes by authority")?;
+        let dependent = |row: &sqlx::postgres::PgRow| {
+            Ok(Dependent {
+                node: NodeId(row.try_get("id")?),
+                host: row.try_get("host")?,
+                not_after: row.try_get("not_after")?,
+            })
+        };
+        let all = rows.iter().map(dependent).collect::<Result<Vec<_>, sqlx::Error>>();
+        let count = rows.first().map_or(Ok(0), |row| row.try_get::<i64, _>("count"));
+        let count = count.doing("counting nodes by authority")?.unsigned_abs();
+        Ok((all.doing("counting nodes by authority")?, count))
+    }
+}

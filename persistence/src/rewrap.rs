@@ -1,0 +1,175 @@
+//! What is sealed under which key of the key ring, and the way to another: everything that is sealed, wherever it lies.
+//!
+//! Two places hold sealed values: the table `secret`, whose rows are sealed anew here, each by itself, and allocations (the request as it
+//! came in), which are entities: those are only found here, and sealed anew by a command like every other change. So a run that is
+//! interrupted anywhere goes on with what is left.
+
+use crate::envelope::{EnvelopeError, KeyRing, Place};
+use crate::error::{Doing, StoreError};
+use crate::secrets::{SecretError, place};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use domain::AllocationId;
+use sqlx::postgres::PgRow;
+use sqlx::{PgPool, Row};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use uuid::Uuid;
+
+/// How many values are sealed under a key.
+pub type Sealed = BTreeMap<String, u64>;
+
+/// Everything that is sealed, and the ring to seal with.
+#[derive(Clone, Debug)]
+pub struct Rewrap {
+    pool: PgPool,
+    ring: Arc<KeyRing>,
+}
+
+/// An allocation's request that another key than the active one has sealed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outdated {
+    pub id: AllocationId,
+    /// Base64.
+    pub sealed: String,
+}
+
+/// The key ring does not fit what is sealed.
+#[derive(Debug, thiserror::Error)]
+pub enum Unfit {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(
+        "{count} values are sealed under key {id:?}, which the key ring lacks: put its line back into the file of SVC_KEK_FILE; it may \
+         leave when `gpuaas keys list` shows nothing under it"
+    )]
+    Missing { id: String, count: u64 },
+    #[error(
+        "secret {name:?} does not open with key {id:?} of the key ring: this is another key under the same id; put the right one into \
+         the file of SVC_KEK_FILE"
+    )]
+    Wrong { id: String, name: String },
+}
+
+impl Rewrap {
+    #[must_use]
+    pub const fn new(pool: PgPool, ring: Arc<KeyRing>) -> Self {
+        Self { pool, ring }
+    }
+
+    /// The id of the key that seals.
+    #[must_use]
+    pub fn active(&self) -> &str {
+        self.ring.active()
+    }
+
+    /// How many values are sealed under each key.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn sealed(&self) -> Result<Sealed, StoreError> {
+        let rows = sqlx::query(
+            "SELECT key_id, count(*) AS count FROM (
+                 SELECT key_id FROM secret
+                 UNION ALL
+                 SELECT convert_from(substring(bytes FROM 3 FOR get_byte(bytes, 1)), 'UTF8')
+                 FROM (
+                     SELECT decode(body #>> '{asked,scheduler_request_enc}', 'base64') AS bytes FROM entity
+                     WHERE kind = 'allocation' AND body #>> '{asked,scheduler_request_enc}' IS NOT NULL
+                 ) AS requests
+             ) AS sealed GROUP BY key_id",
+        )
+        .fetch_all(&self.pool)
+        .await
+        .doing("counting sealed values")?;
+        let counted = |row: &PgRow| Ok((row.try_get("key_id")?, row.try_get::<i64, _>("count")?.unsigned_abs()));
+        rows.iter().map(counted).collect::<Result<_, sqlx::Error>>().doing("counting sealed values")
+    }
+
+    /// Whether everything that is sealed can be opened, as far as that can be told without opening all of it: every key is there that
+    /// something is sealed under, and each of the service's own secrets opens.
+    ///
+    /// # Errors
+    /// [`Unfit`] names the key and says what to do.
+    pub async fn check(&self) -> Result<(), Unfit> {
+        let lacking = self.sealed().await?.into_iter().find(|(id, _)| !self.ring.has(id));
+        if let Some((id, count)) = lacking {
+            return Err(Unfit::Missing { id, count });
+        }
+        let rows = sqlx::query("SELECT name, key_id, sealed FROM secret").fetch_all(&self.pool).await;
+        for row in rows.doing("reading secrets")? {
+            let read = |row: &PgRow| Ok((row.try_get("name")?, row.try_get("key_id")?, row.try_get("sealed")?));
+            let (name, id, sealed): (String, String, Vec<u8>) = read(&row).doing("reading secrets")?;
+            if self.ring.open(&place(&name), &sealed).is_err() {
+                return Err(Unfit::Wrong { id, name });
+            }
+        }
+        Ok(())
+    }
+
+    /// Seals the service's own secrets anew that another key than the active one has sealed. Answers how many there were. Of several
+    /// members that do it at once each row is written by one.
+    ///
+    /// # Errors
+    /// [`SecretError`]; what was sealed anew before stays so.
+    pub async fn secrets(&self) -> Result<u64, SecretError> {
+        const DOING: &str = "sealing secrets anew";
+        let rows = sqlx::query("SELECT name, sealed FROM secret WHERE key_id <> $1 ORDER BY name")
+            .bind(self.ring.active())
+            .fetch_all(&self.pool)
+            .await
+            .doing(DOING)?;
+        let mut sealed_anew = 0;
+        for row in rows {
+            let (name, sealed): (String, Vec<u8>) =
+                (row.try_get("name").doing(DOING)?, row.try_get("sealed").doing(DOING)?);
+            let anew = self.ring.reseal(&place(&name), &sealed);
+            let anew = anew.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
+            let written = sqlx::query("UPDATE secret SET sealed = $1, key_id = $2 WHERE name = $3 AND sealed = $4")
+                .bind(anew)
+                .bind(self.ring.active())
+                .bind(&name)
+                .bind(sealed)
+                .execute(&self.pool)
+                .await
+                .doing(DOING)?;
+            sealed_anew += written.rows_affected();
+        }
+        Ok(sealed_anew)
+    }
+
+    /// Allocations whose request another key than the active one has sealed, in the order of their ids, after `after`.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn outdated(&self, after: Option<AllocationId>, limit: u32) -> Result<Vec<Outdated>, StoreError> {
+        let mark = self.ring.mark();
+        let rows = sqlx::query(
+            "SELECT id, body #>> '{asked,scheduler_request_enc}' AS sealed FROM entity
+             WHERE kind = 'allocation' AND body #>> '{asked,scheduler_request_enc}' IS NOT NULL AND id > $1
+               AND substring(decode(body #>> '{asked,scheduler_request_enc}', 'base64') FROM 1 FOR $2) <> $3
+             ORDER BY id LIMIT $4",
+        )
+        .bind(after.map_or(Uuid::nil(), |id| id.0))
+        .bind(i32::try_from(mark.len()).unwrap_or(i32::MAX))
+        .bind(mark)
+        .bind(i64::from(limit))
+        .fetch_all(&self.pool)
+        .await;
+        let outdated =
+            |row: &PgRow| Ok(Outdated { id: AllocationId(row.try_get("id")?), sealed: row.try_get("sealed")? });
+        let rows = rows.doing("reading sealed requests")?;
+        rows.iter().map(outdated).collect::<Result<_, sqlx::Error>>().doing("reading sealed requests")
+    }
+
+    /// The same request, sealed under the active key.
+    ///
+    /// # Errors
+    /// [`EnvelopeError`]
+    pub fn reseal(&self, outdated: &Outdated) -> Result<String, EnvelopeError> {
+        let row = outdated.id.to_string();
+        let place = Place { table: "entity", column: "scheduler_request_enc", row: &row };
+        let sealed = STANDARD.decode(&outdated.sealed).map_err(|_| EnvelopeError::Refused)?;
+        Ok(STANDARD.encode(self.ring.reseal(&place, &sealed)?))
+    }
+}

@@ -1,0 +1,126 @@
+//! Who depends on which authority, and what is sealed under which key of the key ring.
+
+use crate::world::{World, at, create};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use domain::commit::Commit;
+use domain::id::{AllocationId, EntityRef, Kind};
+use persistence::Secrets;
+use persistence::envelope::{KeyRing, Place};
+use persistence::rewrap::Unfit;
+use secrecy::{ExposeSecret as _, SecretSlice};
+use serde_json::json;
+use std::sync::Arc;
+
+/// A ring of the keys `a`, `b` and `c` of these bytes, sealing with the first.
+fn ring(keys: &[(&str, u8)]) -> Arc<KeyRing> {
+    let line = |(id, byte): &(&str, u8)| format!("key {id} {}\n", STANDARD.encode([*byte; 32]));
+    let lines: String = keys.iter().map(line).collect();
+    Arc::new(KeyRing::parse(&format!("{lines}active {}\n", keys[0].0)).unwrap())
+}
+
+fn node(n: u32, state: &'static str, certificates: &[(&str, Option<&str>, i64, u32)]) -> Commit {
+    let base = create(n);
+    let certificates: serde_json::Map<_, _> = certificates
+        .iter()
+        .map(|(serial, authority, ends, generation)| {
+            let certificate = json!({ "serial": serial, "not_after": at(*ends), "generation": generation });
+            let mut certificate = certificate.as_object().unwrap().clone();
+            certificate.extend(authority.map(|id| ("authority".to_owned(), json!(id))));
+            ((*serial).to_owned(), json!(certificate))
+        })
+        .collect();
+    let body = json!({
+        "registration": { "host": format!("host-{n}") },
+        "identity": { "generation": 2, "certificates": certificates },
+    });
+    let entity = EntityRef { kind: Kind::Node, ..base.entity };
+    Commit { entity, snapshot: body.to_string(), to_state: state, ..base }
+}
+
+#[tokio::test]
+async fn a_node_depends_on_an_authority_while_it_has_no_live_certificate_by_another() {
+    let world = World::new().await;
+    let (live, later, over) = (3_600_000, 7_200_000, -1);
+    for commit in [
+        node(1, "active", &[("a", Some("old"), live, 2)]),
+        node(2, "active", &[("a", Some("old"), live, 2), ("b", Some("new"), live, 2)]),
+        node(3, "offline", &[("a", None, later, 2)]),
+        node(4, "active", &[("a", Some("old"), over, 2)]),
+        node(5, "active", &[("a", Some("old"), live, 1), ("b", Some("new"), live, 2)]),
+        node(6, "removed", &[("a", Some("old"), live, 2)]),
+        node(7, "registered", &[]),
+    ] {
+        world.commit(&commit).await;
+    }
+    let of = async |id: &str, founding: bool, limit: u32| {
+        let (nodes, count) = world.reads().dependents(id, founding, at(0), limit).await.unwrap();
+        (nodes.into_iter().map(|node| node.host).collect::<Vec<_>>(), count)
+    };
+    assert_eq!(of("old", true, 9).await, (vec!["host-3".into(), "host-1".into()], 2));
+    assert_eq!(of("old", true, 1).await, (vec!["host-3".into()], 2), "all are counted");
+    assert_eq!(of("old", false, 9).await, (vec!["host-1".into()], 1));
+    assert_eq!(of("new", false, 9).await, (vec!["host-5".into()], 1));
+    assert_eq!(of("none", false, 9).await, (vec![], 0));
+}
+
+fn allocation(n: u32, ring: &KeyRing) -> Commit {
+    let base = create(n);
+    let id = base.entity.id.to_string();
+    let place = Place { table: "entity", column: "scheduler_request_enc", row: &id };
+    let sealed = STANDARD.encode(ring.seal(&place, format!("request {n}").as_bytes()).unwrap());
+    let entity = EntityRef { kind: Kind::Allocation, ..base.entity };
+    Commit { entity, snapshot: json!({ "asked": { "scheduler_request_enc": sealed } }).to_string(), ..base }
+}
+
+#[tokio::test]
+async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
+    let world = World::new().await;
+    let (old, both) = (ring(&[("a", 1)]), ring(&[("bb", 2), ("a", 1)]));
+    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&old));
+    for name in ["one", "two"] {
+        secrets.create(name, &SecretSlice::from(name.as_bytes().to_vec()), json!({})).await.unwrap();
+    }
+    assert!(secrets.create("one", &SecretSlice::from(vec![1]), json!({})).await.is_err(), "a secret is not replaced");
+    let none =
+        Commit { snapshot: json!({ "asked": { "scheduler_request_enc": null } }).to_string(), ..allocation(9, &old) };
+    for commit in [allocation(1, &old), allocation(2, &both), allocation(3, &old), none] {
+        world.commit(&commit).await;
+    }
+    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&both));
+    let rewrap = secrets.rewrap();
+    rewrap.check().await.unwrap();
+    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 4), ("bb".to_owned(), 1)].into());
+    assert_eq!((rewrap.secrets().await.unwrap(), rewrap.secrets().await.unwrap()), (2, 0));
+    assert_eq!(secrets.get("two").await.unwrap().unwrap().value.expose_secret(), b"two");
+
+    let outdated = rewrap.outdated(None, 9).await.unwrap();
+    let of = |n: u32| AllocationId(create(n).entity.id);
+    assert_eq!(outdated.iter().map(|it| it.id).collect::<Vec<_>>(), [of(1), of(3)]);
+    assert_eq!(rewrap.outdated(Some(of(1)), 9).await.unwrap(), outdated[1..]);
+    let anew = STANDARD.decode(rewrap.reseal(&outdated[0]).unwrap()).unwrap();
+    let id = outdated[0].id.to_string();
+    let place = Place { table: "entity", column: "scheduler_request_enc", row: &id };
+    assert_eq!(ring(&[("bb", 2)]).open(&place, &anew).unwrap().expose_secret(), b"request 1");
+    secrets.destroy("one").await.unwrap();
+    secrets.destroy("one").await.unwrap();
+    assert!(secrets.get("one").await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn a_key_ring_that_does_not_fit_is_refused_by_the_key_that_it_lacks_or_has_wrong() {
+    let world = World::new().await;
+    let old = ring(&[("a", 1)]);
+    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&old));
+    secrets.create("one", &SecretSlice::from(vec![1]), json!({})).await.unwrap();
+    let check = async |keys: &[(&str, u8)]| Secrets::new(world.pool().clone(), ring(keys)).rewrap().check().await;
+    assert!(check(&[("b", 2), ("a", 1)]).await.is_ok());
+    assert!(matches!(check(&[("b", 2)]).await, Err(Unfit::Missing { id, count: 1 }) if id == "a"));
+    assert!(
+        matches!(check(&[("a", 2)]).await, Err(Unfit::Wrong { id, name }) if (id.as_str(), name.as_str()) == ("a", "one"))
+    );
+    // A request of an allocation counts, too.
+    secrets.destroy("one").await.unwrap();
+    world.commit(&allocation(1, &old)).await;
+    assert!(matches!(check(&[("b", 2)]).await, Err(Unfit::Missing { count: 1, .. })));
+}
