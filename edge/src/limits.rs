@@ -39,9 +39,8 @@ pub fn bounded<S: Clone + Send + Sync + 'static>(
     timeout: RequestTimeout,
     concurrency: Concurrency,
 ) -> Router<S> {
-    router
-        .route_layer(from_fn_with_state(timeout, within_time))
-        .route_layer(from_fn_with_state(concurrency, within_number))
+    // One layer for both: each has boxes of its own in every request that waits.
+    router.route_layer(from_fn_with_state((timeout, concurrency), within_bounds))
 }
 
 /// Finishes a router: unknown paths and methods and panics are answered with the envelope. Nothing may be added outside.
@@ -53,19 +52,19 @@ pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, outermost: 
         .layer(from_fn_with_state(outermost, request_scope))
 }
 
-async fn within_time(State(RequestTimeout(limit)): State<RequestTimeout>, request: Request, next: Next) -> Response {
+async fn within_bounds(
+    State((RequestTimeout(limit), Concurrency(permits))): State<(RequestTimeout, Concurrency)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let Ok(_permit) = permits.try_acquire() else {
+        return ApiError::overloaded().because("the bound on concurrent requests is reached").into_response();
+    };
     match tokio::time::timeout(limit, next.run(request)).await {
         Ok(response) => response,
         // The handler is dropped where it waits; what it had asked for may still happen.
         Err(_) => ApiError::unavailable(format!("no answer within {limit:?}")).into_response(),
     }
-}
-
-async fn within_number(State(Concurrency(permits)): State<Concurrency>, request: Request, next: Next) -> Response {
-    let Ok(_permit) = permits.try_acquire() else {
-        return ApiError::overloaded().because("the bound on concurrent requests is reached").into_response();
-    };
-    next.run(request).await
 }
 
 async fn unknown_route() -> ApiError {

@@ -34,7 +34,6 @@ use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
-use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Router};
 use chrono::TimeDelta;
@@ -43,6 +42,7 @@ use domain::node::{Command, Node, Rejection, Reply};
 use domain::{Action, NodeId, Principal};
 use std::sync::Arc;
 use std::time::Duration;
+use tower_http::set_header::SetResponseHeaderLayer;
 
 /// What the agent-facing routes share beside the [`Services`].
 #[derive(Clone)]
@@ -99,6 +99,8 @@ pub fn router(services: Services) -> Router {
     let streaming = Router::new().route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream));
     let waiting = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(wait::wait));
 
+    let [(name, value)] = no_store();
+    let never_stored = SetResponseHeaderLayer::overriding(name, value);
     let within = RequestTimeout(REQUEST_WITHIN);
     let routes = bounded(enrolling, within, Concurrency::at_most(256))
         .merge(bounded(speaking, within, Concurrency::at_most(1024)))
@@ -106,14 +108,9 @@ pub fn router(services: Services) -> Router {
         .merge(bounded(streaming, within, Concurrency::at_most(1024)))
         // A parked wait costs a few kilobytes, so there may be as many as there are connections.
         .merge(bounded(waiting, RequestTimeout(WAIT_WITHIN), Concurrency::at_most(65_536)))
-        .layer(axum::middleware::map_response(never_stored))
+        .layer(never_stored)
         .with_state(api);
     finished(routes, outermost)
-}
-
-async fn never_stored(mut response: Response) -> Response {
-    response.headers_mut().extend(no_store());
-    response
 }
 
 impl NodeApi {

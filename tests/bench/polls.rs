@@ -1,7 +1,7 @@
 //! What a parked poll costs: agents with certificates of their own wait for tasks at one process of the node API, over mutual TLS, and its
 //! resident memory is looked at while they become more; the slope is what one of them takes. Beside it, in the same run, HAProxy holds the
-//! same requests over the same mutual TLS in its tarpit, which has no connection behind it. Both are measured over HTTP/2, which agents
-//! speak, and over HTTP/1.1. While all are parked, tasks are handed to some of them: how long that takes from the request of a tenant.
+//! same requests over the same mutual TLS in its tarpit, which has no connection behind it. Both are measured over HTTP/1.1, where a
+//! connection is a poll and little else, and over HTTP/2, which agents speak: one connection for all that they say. While all are parked, tasks are handed to some of them: how long that takes from the request of a tenant.
 //!
 //! The waiting ends live in this process, the nodes' machines in another one. `BENCH_POLLS` takes fewer than the 15,000, and so does the
 //! limit of open files.
@@ -84,7 +84,7 @@ async fn measure(world: &mut World, polls: usize) -> anyhow::Result<Report> {
     let mut ours = Vec::new();
     let mut theirs = Vec::new();
     let mut latencies = None;
-    for speaks in [Speaks::Http2, Speaks::Http1] {
+    for speaks in [Speaks::Http1, Speaks::Http2] {
         let target = Target::new(&world.replicas[HOLDS].node_url(), world.authority.certificate_path(), speaks)?;
         let pid = world.replicas[HOLDS].pid().context("the replica has ended")?;
         let mut parked = Parked::at(target);
@@ -190,9 +190,9 @@ fn report(
     let aim = |met: bool| if met { "met" } else { "missed" };
     let ms = |times: &Histogram<u64>, quantile| rounded(times.value_at_quantile(quantile) as f64 / 1000.0);
     Ok(Report::new("polls", "KiB each", "HAProxy tarpit", &turns)
-        .figure("http1_kib_each", rounded(ours[1]))
-        .figure("http1_haproxy_kib_each", rounded(theirs[1]))
-        .figure("http1_ratio", rounded(ours[1] / theirs[1]))
+        .figure("http2_kib_each", rounded(ours[1]))
+        .figure("http2_haproxy_kib_each", rounded(theirs[1]))
+        .figure("http2_ratio", rounded(ours[1] / theirs[1]))
         .figure("request_to_task_p50_ms", ms(from_request, 0.5))
         .figure("request_to_task_p99_ms", ms(from_request, 0.99))
         .figure("answer_to_task_p50_ms", ms(from_answer, 0.5))
@@ -205,7 +205,7 @@ fn report(
             "memory",
             "VmRSS of the process at five counts, slope of the line that fits best; the process is fresh",
         )
-        .condition("connection", "mutual TLS 1.3, a certificate for each node; HTTP/2 where not said")
+        .condition("connection", "mutual TLS 1.3, a certificate for each node; HTTP/1.1 where not said")
         .condition("ours", "one process with the role node-api alone; the nodes' machines are in another")
         .condition("haproxy", "verify required, http-request tarpit, no backend connection"))
 }

@@ -62,7 +62,8 @@ pub(super) async fn wait(
     loop {
         // Before the question: what comes while it is answered is not missed.
         let woken = poll.woken();
-        let look_again_at = match api.look(&scope, &node, session).await? {
+        // In a box, so that what asking takes is given back while the wait is parked.
+        let look_again_at = match Box::pin(api.look(&scope, &node, session)).await? {
             Found::Task(task) => return Ok(Json(task).into_response()),
             Found::Later(at) => at.min(until),
             Found::Nothing => until,

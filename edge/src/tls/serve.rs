@@ -3,7 +3,6 @@
 use std::{
     io,
     net::SocketAddr,
-    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -142,7 +141,9 @@ impl TlsServer {
     ) {
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
-        let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
+        // In a box, which is given back: the task is as large as the largest thing that it ever awaits.
+        let handshaking = Box::pin(acceptor.accept(stream));
+        let stream = match timeout(self.limits.handshake_timeout, handshaking).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => return debug!(%address, %error, "a TLS handshake failed"),
             Err(_) => return debug!(%address, "a TLS handshake took too long"),
@@ -159,7 +160,7 @@ impl TlsServer {
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
         let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
         let stream = self.connections.watch(whose, stream, slot);
-        self.speak(stream, peer, speaks_h2, stop).await;
+        Box::pin(self.speak(stream, peer, speaks_h2, stop)).await;
     }
 
     async fn speak(
@@ -204,7 +205,8 @@ impl TlsServer {
         // The two connection types share methods, not a trait.
         macro_rules! drive {
             ($connection:expr) => {{
-                let mut connection = pin!($connection);
+                // In a box of its own size: in this future it would lie twice, where it came in and where it is pinned.
+                let mut connection = Box::pin($connection);
                 let (mut draining, mut awaiting_first) = (false, true);
                 loop {
                     tokio::select! {
