@@ -235,7 +235,9 @@ pub async fn run_with(
     let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await;
 
     let found = identities.load()?;
-    let way = if found.is_some() { enroll::Way::Recover } else { enroll::Way::Enroll };
+    // What an earlier life asked for is asked for again, with the same key: another would be taken for a clone's.
+    let recovers = found.is_some() || identities.is_recovering()?;
+    let way = if recovers { enroll::Way::Recover } else { enroll::Way::Enroll };
     let identity = match found {
         Some(identity) if !identity.is_expired(Utc::now()) => identity,
         Some(identity) if config.enrollment_token.is_none() => {

@@ -173,6 +173,14 @@ impl IdentityStore {
         self.pending(Purpose::Renew)
     }
 
+    /// Whether a recovery was begun that no answer has ended.
+    ///
+    /// # Errors
+    /// [`IdentityError`].
+    pub fn is_recovering(&self) -> Result<bool, IdentityError> {
+        Ok(self.read_pending()?.is_some_and(|pending| matches!(pending.purpose, Purpose::Recover { .. })))
+    }
+
     fn pending(&self, purpose: Purpose) -> Result<Pending, IdentityError> {
         if let Some(pending) = self.read_pending()?
             && pending.purpose == purpose
