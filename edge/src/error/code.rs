@@ -450,7 +450,7 @@ mod tests {
                 "422 idempotency_key_reused",
                 "426 upgrade_required",
                 "429 rate_limited",
-                // RFC 6585; beside what was decided, see decisions/0012.
+                // RFC 6585; beside what was decided, see decisions/0013.
                 "431 headers_too_large",
                 "500 internal_error",
                 "502 upstream_error",
