@@ -149,10 +149,11 @@ impl Process {
         let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
         let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
+        // Before any secret is opened, so that what is wrong is said with what to do.
+        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let relay_secret = trust::terminal_relay(&secrets).await?;
         let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
         let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
-        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
         let keeper = Arc::new(Keeper {
             reads: reads.clone(),

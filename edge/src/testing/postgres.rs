@@ -9,11 +9,12 @@ use persistence::pool::PoolConfig;
 use persistence::{Committer, Reads};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 pub(crate) struct Postgres {
     dir: tempfile::TempDir,
-    child: Child,
+    child: Mutex<Child>,
 }
 
 impl Postgres {
@@ -52,7 +53,7 @@ impl Postgres {
             assert!(began.elapsed() < Duration::from_secs(30), "the server does not come up");
             std::thread::sleep(Duration::from_millis(20));
         }
-        Self { dir, child }
+        Self { dir, child: Mutex::new(child) }
     }
 
     pub(crate) fn config(&self) -> PoolConfig {
@@ -62,16 +63,19 @@ impl Postgres {
 }
 
 impl Postgres {
-    /// SIGQUIT: at once and without a checkpoint, but with its backends.
+    /// SIGQUIT: without a checkpoint, but with its backends. When this returns none of them commits any more.
     pub(crate) fn stop(&self) {
-        let _ = Command::new("kill").args(["-QUIT", &self.child.id().to_string()]).status();
+        let mut child = self.child.lock().unwrap();
+        if matches!(child.try_wait(), Ok(None)) {
+            let _ = Command::new("kill").args(["-QUIT", &child.id().to_string()]).status();
+            let _ = child.wait();
+        }
     }
 }
 
 impl Drop for Postgres {
     fn drop(&mut self) {
         self.stop();
-        let _ = self.child.wait();
     }
 }
 
