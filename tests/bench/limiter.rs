@@ -36,6 +36,7 @@ fn main() -> anyhow::Result<()> {
             .variable("RUST_LOG", "warn")
             .start()
             .await;
+        world.settled().await;
         match measure(&world, during).await {
             Ok(report) => {
                 world.end().await;

@@ -12,6 +12,7 @@ const LIMIT: u32 = 60;
 /// Limits `user`, and nobody else, to one request a second.
 async fn limited() -> (World, String) {
     let world = World::plan().replicas(3).start().await;
+    world.settled().await;
     let user = world.identity.person("user").expect("there is a user").id.to_string();
     let body = json!({
         "key": "rate_limit.api_requests_per_minute", "value": LIMIT, "scope": { "user_id": user }, "reason": "a test",

@@ -35,6 +35,7 @@ pub mod tenants;
 pub mod terminal;
 
 use client::Client;
+use domain::Shard;
 pub use end::Declared;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -150,6 +151,18 @@ impl World {
         self.admin.wait_until(&path, "the SKU is active", |sku| sku["status"] == "active").await;
         self.offered.insert(name.to_owned(), id_of(&sku));
         id_of(&sku)
+    }
+
+    /// Until every replica has its share of the shards. A shard that changes hands begins with empty rate cells (decisions/0006), so
+    /// that whoever counts to the last request begins after it.
+    pub async fn settled(&self) {
+        let share = Shard::COUNT / self.replicas.len();
+        let all_have = |cluster: &Value| {
+            let members = cluster["members"].as_array().map_or(&[][..], Vec::as_slice);
+            let shares = members.iter().filter_map(|member| Some(member["shards"].as_array()?.len()));
+            members.len() == self.replicas.len() && shares.min() >= Some(share - self.replicas.len())
+        };
+        self.admin.wait_until("/api/v1/admin/runtime/cluster", "every replica has its share", all_have).await;
     }
 
     /// Both administrators' approval of a SKU.
