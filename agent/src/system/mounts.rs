@@ -61,13 +61,14 @@ impl Mounts {
         below.filter(|(_, mount)| !mount.is_fuse).map(|(point, _)| point.clone())
     }
 
-    /// What the tenant has mounted, or had mounted for it, deepest first: at or below its folders, and through FUSE anywhere.
+    /// What the tenant has mounted, or had mounted for it, deepest first: at or below its folders, whatever shows as its own, and through
+    /// FUSE anywhere.
     #[must_use]
     pub fn of(&self, account: &Account, folders: &[PathBuf]) -> Vec<PathBuf> {
         let is_the_tenants = |point: &Path, mount: &Mount| {
             mount.user == Some(account.uid)
                 || folders.iter().any(|folder| point.starts_with(folder))
-                || point.ancestors().skip(1).any(|folder| {
+                || point.ancestors().any(|folder| {
                     fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.uid() == account.uid)
                 })
         };
