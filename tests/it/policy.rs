@@ -74,6 +74,7 @@ async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica() {
 #[tokio::test(flavor = "multi_thread")]
 async fn while_the_bus_is_down_a_written_value_is_seen_by_all_within_a_minute() {
     let mut world = World::plan().replicas(3).start().await;
+    world.settled().await;
     world.set_policy("billing.window_seconds", 100).await;
     let listed = world.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
     let statement = "SELECT id FROM entity WHERE kind = 'policy' AND body::text LIKE '%' || $1 || '%'";
