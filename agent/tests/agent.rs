@@ -371,7 +371,10 @@ async fn a_task_by_a_key_that_was_rotated_in_just_now_is_done_and_not_refused() 
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
-    assert!(!agent.has_code("task_key_unknown"), "the control plane was asked before the task was taken for a stranger's");
+    assert!(
+        !agent.has_code("task_key_unknown"),
+        "the control plane was asked before the task was taken for a stranger's"
+    );
 }
 
 #[tokio::test]

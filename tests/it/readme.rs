@@ -47,8 +47,10 @@ fn recipe(readme: &str, name: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_operators_recipes_hold_word_by_word() {
-    let plan = World::plan().replicas(3).policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
-    let plan = plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
+    let plan =
+        World::plan().replicas(3).policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
+    let plan =
+        plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
     let world = plan.variable("INTERNAL_JWKS_REFRESH_TOKEN", &hex::encode([7; 32])).start().await;
 
     // What a checkout in which `deploy/up` runs is to a shell.
@@ -72,7 +74,8 @@ async fn the_operators_recipes_hold_word_by_word() {
     }
     script.push_str("echo '--- CA rotation'\n");
     script.push_str(&rotation);
-    script.push_str("target/debug/gpuaas keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n");
+    script
+        .push_str("target/debug/gpuaas keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n");
     script.push_str("echo '--- all of it'; see | answer state; ! grep -e '\"recovered\"' \"$here/agent.log\"\n");
     // Another test may have the port.
     let port = format!("127.0.0.1:{}", free_port().unwrap());

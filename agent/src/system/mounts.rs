@@ -40,9 +40,9 @@ impl Mounts {
             let point = unescaped(fields.get(4)?);
             let dash = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
             let (kind, options) = (fields.get(dash + 1)?, fields.get(dash + 3).copied().unwrap_or_default());
-            let user = options.split(|byte| *byte == b',').find_map(|option| {
-                std::str::from_utf8(option.strip_prefix(b"user_id=")?).ok()?.parse().ok()
-            });
+            let user = options
+                .split(|byte| *byte == b',')
+                .find_map(|option| std::str::from_utf8(option.strip_prefix(b"user_id=")?).ok()?.parse().ok());
             let is_fuse = *kind == b"fuse" || kind.starts_with(b"fuse.") || *kind == b"fuseblk";
             Some((point, Mount { is_fuse, user: user.filter(|_| is_fuse) }))
         };
@@ -68,9 +68,9 @@ impl Mounts {
         let is_the_tenants = |point: &Path, mount: &Mount| {
             mount.user == Some(account.uid)
                 || folders.iter().any(|folder| point.starts_with(folder))
-                || point.ancestors().any(|folder| {
-                    fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.uid() == account.uid)
-                })
+                || point
+                    .ancestors()
+                    .any(|folder| fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.uid() == account.uid))
         };
         let theirs = self.0.iter().filter(|(point, mount)| is_the_tenants(point, mount));
         let mut theirs: Vec<PathBuf> = theirs.map(|(point, _)| point.clone()).collect();

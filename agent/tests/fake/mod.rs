@@ -349,7 +349,8 @@ async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, requ
     if shared.behaviour.lock().unwrap().node_removed {
         return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
     }
-    let is_the_first = shared.seen.lock().unwrap().certificates.first().map(Vec::as_slice) == Some(certificate.as_ref());
+    let is_the_first =
+        shared.seen.lock().unwrap().certificates.first().map(Vec::as_slice) == Some(certificate.as_ref());
     if is_the_first && shared.behaviour.lock().unwrap().refuse_the_first_certificate {
         return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_unknown");
     }

@@ -31,9 +31,15 @@ fn what_another_tenant_took_in_is_found_and_what_is_theirs_stays() {
         let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
         let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
         // Kept in the neighbour's home; put into a folder of the tenant's; and on a disk that all share.
-        assert!(can(neighbour, "mkdir /home/neighbour/kept && echo x > /home/neighbour/own && chmod 777 /home/neighbour"));
+        assert!(can(
+            neighbour,
+            "mkdir /home/neighbour/kept && echo x > /home/neighbour/own && chmod 777 /home/neighbour"
+        ));
         assert!(can(uid, "mkdir -m 777 /tmp/open && echo x > /tmp/open/mine && echo x > /home/neighbour/mine"));
-        assert!(can(neighbour, "mv /home/neighbour/mine /home/neighbour/kept/; chmod 700 /home/neighbour; echo x > /tmp/open/x"));
+        assert!(can(
+            neighbour,
+            "mv /home/neighbour/mine /home/neighbour/kept/; chmod 700 /home/neighbour; echo x > /tmp/open/x"
+        ));
         fs::create_dir("/scratch").unwrap();
         fs::set_permissions("/scratch", fs::Permissions::from_mode(0o1777)).unwrap();
         assert!(can(uid, "mkdir /scratch/d && echo x > /scratch/d/x"));
@@ -83,7 +89,12 @@ fn mounts_of_a_tenant_s_own_folders_anywhere_are_gone_and_what_lies_behind_them_
 fn programs_in_namespaces_of_their_own_jobs_and_dumps_do_not_outlive_the_release() {
     machine::alone("hostile::programs_in_namespaces_of_their_own_jobs_and_dumps_do_not_outlive_the_release", || {
         let node = Node::start();
-        for folder in ["/var/spool/cron/atjobs", "/var/spool/cron/crontabs", "/var/lib/systemd/coredump", "/var/lib/systemd/linger"] {
+        for folder in [
+            "/var/spool/cron/atjobs",
+            "/var/spool/cron/crontabs",
+            "/var/lib/systemd/coredump",
+            "/var/lib/systemd/linger",
+        ] {
             fs::create_dir_all(folder).unwrap();
         }
         let state = [Path::new(STATE)];

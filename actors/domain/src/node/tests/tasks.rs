@@ -115,7 +115,8 @@ fn a_task_that_is_not_here_is_neither_resumed_nor_reported() {
 
 /// The story's agent, heard again as one that speaks `protocol` and says that it does these tasks.
 fn heard_as(story: Story, protocol: u16, task_types: Option<&[&str]>) -> Story {
-    let Command::Heartbeat { serial, mut seen, inventory, health } = heartbeat(HealthStatus::Ok, inventory(GPUS)) else {
+    let Command::Heartbeat { serial, mut seen, inventory, health } = heartbeat(HealthStatus::Ok, inventory(GPUS))
+    else {
         unreachable!("a heartbeat is one")
     };
     seen.protocol = protocol;
