@@ -16,4 +16,5 @@ mod repetitions;
 mod service_accounts;
 mod skus;
 mod ssh_keys;
+mod terminal_page;
 mod world;

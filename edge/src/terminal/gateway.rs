@@ -129,7 +129,7 @@ fn check_origin(services: &Services, headers: &HeaderMap) -> Result<(), ApiError
 }
 
 /// Scheme, host and port of a URL (RFC 6454).
-fn origin_of(url: &str) -> String {
+pub(crate) fn origin_of(url: &str) -> String {
     reqwest::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 
