@@ -101,8 +101,10 @@ const ACTS = {
   },
 };
 
-at("allocation").textContent = allocation;
-document.title = `Terminal ${allocation.slice(0, 8)}`;
+const short = allocation.slice(0, 8);
+at("allocation").textContent = short;
+at("allocation").title = `allocation ${allocation}`;
+document.title = `Terminal ${short}`;
 at("next").addEventListener("click", () => ACTS[at("next").dataset.offers]?.());
 at("end").addEventListener("click", () => session.end());
 at("forget").addEventListener("click", () => {

@@ -46,12 +46,12 @@ pub(crate) async fn tls_kib(world: &World, count: usize) -> anyhow::Result<f64> 
 /// Open sessions. What they say is read, so that they live.
 pub(crate) struct Idle {
     pub(crate) kib_each: f64,
-    _reading: Vec<tokio::task::JoinHandle<()>>,
+    reading: Vec<tokio::task::JoinHandle<()>>,
 }
 
 impl Drop for Idle {
     fn drop(&mut self) {
-        self._reading.iter().for_each(tokio::task::JoinHandle::abort);
+        self.reading.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }
 
@@ -64,6 +64,7 @@ pub(crate) async fn grow(world: &mut World, count: usize) -> anyhow::Result<Idle
         allocation.expect_state("active").await;
         rented.push(allocation);
     }
+    let world: &World = world;
     let pid = world.replicas[0].pid().context("the replica has ended")?;
     let (mut reading, mut seen) = (Vec::new(), Vec::new());
     for step in 1..=LOOKS {
@@ -78,7 +79,7 @@ pub(crate) async fn grow(world: &mut World, count: usize) -> anyhow::Result<Idle
         ensure!(ended == 0, "{ended} sessions have ended");
         seen.push((reading.len() as f64, resident_kib(pid)?));
     }
-    Ok(Idle { kib_each: slope(&seen), _reading: reading })
+    Ok(Idle { kib_each: slope(&seen), reading })
 }
 
 /// A session whose shell has become a program that says nothing and takes little.
