@@ -117,6 +117,8 @@ impl Terminals {
             before.gone.cancel();
         }
         self.0.figures.streams.inc();
+        // A user may be waiting for it.
+        self.wake(session);
         if let Some(relay) = &self.0.relay {
             relay.serve(session, Arc::clone(&end));
         }

@@ -147,11 +147,10 @@ async fn a_page_that_loses_its_connection_comes_back_without_a_byte_lost() {
     let expected: String = (1..=500).map(|i| format!("{i},")).collect();
     let screen = browser.screen().await;
     assert!(screen.contains(&format!("{expected}alldone")), "{screen}");
-    // A second cut, and a hurried return.
+    // And once more.
     line.cut();
     browser.reads("#state", "Reconnecting").await;
     line.mend();
-    let _ = browser.shown("#next").await;
     browser.reads("#state", "Connected").await;
     browser.enter("echo ba''ck").await;
     browser.draws("back").await;

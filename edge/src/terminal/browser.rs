@@ -23,7 +23,7 @@ use wire::terminal::{CHUNK, Down, INPUT_WINDOW, OUTPUT_WINDOW, Up};
 /// How often the user's end is asked whether it is there, and after how long a silence it counts as gone.
 const ASKS_EVERY: Duration = Duration::from_secs(15);
 const SILENT_AFTER: Duration = Duration::from_secs(45);
-/// How long the node's stream is looked for before the user is told to come again.
+/// How long the node's stream is looked for before the user is told to come again, and how often; one that comes here says so.
 const LOOKS_FOR: Duration = Duration::from_secs(60);
 const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
@@ -233,14 +233,17 @@ impl Browser {
         } else {
             self.from
         };
+        let wait = self.services.terminals.waits().park(self.session.id);
         loop {
+            // Before the look: a stream that comes meanwhile is not missed.
+            let woken = wait.woken();
             if let Some(link) = self.services.terminals.link(self.session.id, self.attachment, from).await {
                 return Some(link);
             }
             if Instant::now() >= until {
                 return None;
             }
-            tokio::time::sleep(LOOKS_EVERY).await;
+            let _ = timeout(LOOKS_EVERY, woken).await;
         }
     }
 
