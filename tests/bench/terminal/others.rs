@@ -27,11 +27,10 @@ impl Terminado {
         let python = tools.join("terminado/bin/python");
         ensure!(python.is_file(), "{} is missing: deploy/bench installs it", python.display());
         let mut process = Command::new(python)
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/terminal/terminado.py"))
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/terminal/server.py"))
             .args(["bash", "--noprofile", "--norc"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
             .kill_on_drop(true)
             .spawn()?;
         let out = process.stdout.take().context("terminado has no output")?;
