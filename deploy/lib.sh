@@ -227,7 +227,7 @@ without_daemons() {
     rm -f "$policy"
 }
 
-# What the tests need beside that: a browser, sudo, systemd's analyzer, Python for the contract's tools, and the proxies of deploy/ingress.
+# What the tests need beside that: a browser, sudo, systemd's analyzer, other shells, Python for the contract's tools, and the proxies of deploy/ingress.
 ensure_test_tools() {
     local missing=()
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
@@ -235,6 +235,9 @@ ensure_test_tools() {
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
+    # Shells that must understand gpuctl's completions.
+    have zsh || missing+=(zsh)
+    have fish || missing+=(fish)
     python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
     python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
