@@ -69,6 +69,7 @@ Everything of the service is its public API; its description is at /api/v1/docs 
 
 /// What every command takes.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Everywhere")]
 struct Common {
     /// The service's address; after a login it is known.
     #[arg(long, global = true, env = "SVC_BASE_URL", value_name = "URL")]

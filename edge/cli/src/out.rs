@@ -11,7 +11,7 @@ use std::io::{self, IsTerminal as _, Write as _};
 pub(crate) enum Format {
     #[default]
     Table,
-    /// The service's own JSON, one value; `--follow` prints one a line.
+    // The service's own JSON, one value; `--follow` prints one a line.
     Json,
 }
 

@@ -63,7 +63,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         }
         Command::Delete { key } => {
             let deleted = api.delete(&format!("/api/v1/ssh-keys/{key}"), &[]).await?;
-            api.out.done(&deleted, &format!("Key {key} is deleted. What it opens already stays open for it."))
+            api.out.done(&deleted, &format!("Key {key} is deleted."))
         }
         Command::Default { key } => {
             let now = api.post(&format!("/api/v1/ssh-keys/{key}/default"), &json!({})).await?;

@@ -19,7 +19,8 @@ fn the_commands_are_what_they_were() {
         }
     }
     let mut text = String::new();
-    let command = Arguments::command();
+    let mut command = Arguments::command();
+    command.build();
     page(&command, "gpuctl", &mut text);
     insta::assert_snapshot!(text);
 }
