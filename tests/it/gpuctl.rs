@@ -19,7 +19,8 @@ async fn rented(gpuctl: &Gpuctl) -> String {
 /// A terminal in a terminal, at its shell's prompt.
 async fn opened(gpuctl: &Gpuctl, allocation: &str, more: &[&str]) -> OnScreen {
     let mut screen = gpuctl.in_terminal(&[&["terminal", allocation][..], more].concat(), 100, 30);
-    screen.shows("$").await;
+    // Its prompt, whatever that is to this machine.
+    screen.shows_something().await;
     screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
     screen.shows("begun").await;
     screen

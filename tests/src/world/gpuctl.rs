@@ -209,11 +209,20 @@ impl OnScreen {
 
     /// Waits until this is shown.
     pub async fn shows(&mut self, text: &str) {
+        self.waits(text, |shown| shown.contains(text)).await;
+    }
+
+    /// Waits until anything is shown.
+    pub async fn shows_something(&mut self) {
+        self.waits("anything", |shown| !shown.is_empty()).await;
+    }
+
+    async fn waits(&mut self, what: &str, seen: impl Fn(&str) -> bool) {
         let until = Instant::now() + PATIENCE;
-        while !self.text().contains(text) {
+        while !seen(&self.text()) {
             let ended = self.child.try_wait().expect("it can be asked");
             let late = Instant::now() >= until || ended.is_some();
-            assert!(!late, "{text:?} is never shown ({ended:?}): {}", self.text());
+            assert!(!late, "{what:?} is never shown ({ended:?}): {}", self.text());
             self.look(Duration::from_millis(200)).await;
         }
     }
