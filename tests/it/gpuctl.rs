@@ -125,6 +125,14 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     let late = late.await.failed(10);
     assert!(late.contains("--follow"), "{late}");
 
+    // In a terminal progress is one line, and whoever is tired of it goes; what was asked for stays.
+    let line = ["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60"];
+    let mut screen = gpuctl.in_terminal(&line, 120, 30);
+    screen.shows(": requested, ").await;
+    screen.enter("\u{3}").await;
+    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert!(screen.text().contains("goes on without being watched"), "{}", screen.text());
+
     // A token goes to no other server than its own, and to one that is not there in vain.
     let elsewhere = gpuctl.run(&["--server", "https://127.0.0.1:9", "skus", "list"]).await.failed(3);
     assert!(elsewhere.contains("not at https://127.0.0.1:9"), "{elsewhere}");
@@ -216,10 +224,11 @@ async fn a_user_types_in_a_terminal_of_their_own_resizes_it_and_gets_the_exit_st
     screen.enter("sleep 0.3; stty size\r").await;
     screen.shows("43 132").await;
     // Control characters are the shell's.
-    screen.enter("trap 'echo caught-$((40 + 2))' INT; sleep 100\r").await;
+    screen.enter("sleep 1000\r").await;
     tokio::time::sleep(Duration::from_millis(500)).await;
     screen.enter("\u{3}").await;
-    screen.shows("caught-42").await;
+    screen.enter("echo went-on-$((40 + 2))\r").await;
+    screen.shows("went-on-42").await;
     // More than any buffer in between holds.
     screen.enter("seq 1 200000 | tail -c 900000; echo th''rough\r").await;
     screen.shows("through").await;

@@ -171,8 +171,8 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     if wanted.wait.no_wait {
         return api.out.show(&made, &ALONE);
     }
-    let shown = format!("Allocation {id}");
-    let ended = watch(api, id, &shown, wanted.wait.timeout, |state| matches!(state, "active" | "released")).await?;
+    let is_there = |state: &str| matches!(state, "active" | "released");
+    let ended = watch(api, id, Transitions::of(api, id), wanted.wait.timeout, is_there).await?;
     let made = api.get(&path(id), &[]).await?;
     api.out.show(&made, &ALONE)?;
     if ended == "active" {
@@ -189,7 +189,9 @@ async fn release(id: Uuid, issue: Option<String>, wait: &Wait, api: &Api) -> Res
     if wait.no_wait || released["state"] == "released" {
         return api.out.show(&released, &ALONE);
     }
-    watch(api, id, &format!("Allocation {id}"), wait.timeout, |state| state == "released").await?;
+    // From the release on.
+    let transitions = Transitions::of(api, id).after(released["generation"].as_i64().unwrap_or_default() - 1);
+    watch(api, id, transitions, wait.timeout, |state| state == "released").await?;
     api.out.show(&api.get(&path(id), &[]).await?, &ALONE)
 }
 
@@ -197,12 +199,12 @@ async fn release(id: Uuid, issue: Option<String>, wait: &Wait, api: &Api) -> Res
 async fn watch(
     api: &Api,
     id: Uuid,
-    what: &str,
+    mut transitions: Transitions<'_>,
     limit: Duration,
     awaited: impl Fn(&str) -> bool,
 ) -> Result<String, Failure> {
-    let progress = Progress::begin(api.out, what);
-    let mut transitions = Transitions::of(api, id);
+    let what = format!("Allocation {id}");
+    let progress = Progress::begin(api.out, &what);
     let mut last = "requested".to_owned();
     let watched = async {
         loop {

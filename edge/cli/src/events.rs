@@ -36,6 +36,13 @@ impl<'a> Transitions<'a> {
         Self { api, path, last: None, ready: VecDeque::new(), open: None }
     }
 
+    /// Those after this generation of the allocation.
+    #[must_use]
+    pub(crate) fn after(mut self, generation: i64) -> Self {
+        self.last = Some(generation.max(0).to_string());
+        self
+    }
+
     /// The next one. After `released` there is none: whoever asks then waits in vain.
     pub(crate) async fn next(&mut self) -> Result<Value, Failure> {
         let mut lost_at: Option<Instant> = None;

@@ -101,10 +101,10 @@ pub(crate) fn tabled(items: &[Value], columns: &[Column]) -> String {
     printed(table)
 }
 
-/// A title and a value a line.
+/// A title and a value a line; what there is nothing of is left out.
 pub(crate) fn described(it: &Value, lines: &[Column]) -> String {
     let mut table = plain_table();
-    for (title, path) in lines {
+    for (title, path) in lines.iter().filter(|(_, path)| it.pointer(path).is_some_and(|value| !value.is_null())) {
         table.add_row([(*title).to_owned(), at(it, path)]);
     }
     printed(table)
@@ -144,7 +144,7 @@ mod tests {
          0198  8     active
          0199  -     release_failed
         ");
-        insta::assert_snapshot!(described(&items[0], &[("id", "/id"), ("GPUs", "/gpu/count")]), @r"
+        insta::assert_snapshot!(described(&items[0], &[("id", "/id"), ("GPUs", "/gpu/count"), ("node", "/node_id")]), @r"
          id    0198
          GPUs  8
         ");

@@ -23,9 +23,10 @@ impl Progress {
             line.enable_steady_tick(TURNS_EVERY);
             line
         });
-        let progress = Self { out, line };
-        progress.step(what);
-        progress
+        if let Some(line) = &line {
+            line.set_message(plain(what));
+        }
+        Self { out, line }
     }
 
     pub(crate) fn step(&self, what: &str) {

@@ -68,7 +68,9 @@ pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Fa
         }
     };
     if args.print_config {
-        connection.out.line(&door.config(&alias, &known, checked, args.identity.as_deref()))?;
+        // Whoever reads it is somewhere else.
+        let identity = args.identity.map(|path| std::path::absolute(&path).unwrap_or(path));
+        connection.out.line(&door.config(&alias, &known, checked, identity.as_deref()))?;
         return Ok(0);
     }
     let mut ssh = Command::new("ssh");
