@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod audit;
+mod browser;
 mod cluster;
 mod docs_page;
 mod enrollment;
@@ -11,6 +12,7 @@ mod generated_client;
 mod gpuctl;
 mod harness;
 mod ingress;
+mod ingress_rotation;
 mod input;
 mod keys;
 mod main_job;
@@ -21,6 +23,7 @@ mod platform_roles;
 mod policy;
 mod probe;
 mod rate_limit;
+mod readme;
 mod recovery;
 mod recovery_faults;
 mod release;
@@ -28,9 +31,11 @@ mod runtime;
 mod schemathesis;
 mod secrets;
 mod service_accounts;
+mod service_tokens;
 mod sweep;
 mod system_executor;
 mod tasks;
 mod terminal;
+mod terminal_page;
 mod tidy;
 mod tool;
