@@ -45,7 +45,7 @@ pub(crate) struct Failure {
     /// What to do next.
     pub(crate) next: Option<String>,
     /// What the service said, where it was the one that refused.
-    pub(crate) answer: Option<Refusal>,
+    pub(crate) answer: Option<Box<Refusal>>,
 }
 
 /// The service's own words (its error envelope).
@@ -102,7 +102,7 @@ impl Failure {
             retry_after,
         };
         let next = next_after(&refusal).map(str::to_owned);
-        Self { ended, message: message.to_owned(), next, answer: Some(refusal) }
+        Self { ended, message: message.to_owned(), next, answer: Some(Box::new(refusal)) }
     }
 
     /// The service's code, where it refused.

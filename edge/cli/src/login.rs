@@ -293,7 +293,11 @@ impl Session {
         let Some(kept) = store.read()? else {
             return Err(Failure::new(Ended::LoggedOut, "you have logged out meanwhile").next("Log in: gpuctl login"));
         };
-        let is_new = kept.access_token.expose_secret() != token.expose_secret() && kept.server == mine.server;
+        if kept.server != mine.server {
+            let at = &kept.server;
+            return Err(Failure::new(Ended::LoggedOut, format!("you have logged in at {at} meanwhile")));
+        }
+        let is_new = kept.access_token.expose_secret() != token.expose_secret();
         *mine = kept;
         if is_new {
             return Ok(true);

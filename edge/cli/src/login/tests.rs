@@ -127,6 +127,18 @@ async fn a_login_that_cannot_be_renewed_says_to_log_in() {
     }
 }
 
+#[tokio::test]
+async fn a_token_of_another_login_is_not_sent_to_the_server_of_this_one() {
+    let provider = Rotating::default();
+    let server = provider.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let (store, login) = kept(folder.path(), &server, -5);
+    let api = api(&store, &login);
+    store.write(&Login { server: "https://elsewhere.example".to_owned(), ..login }).unwrap();
+    let failure = api.get("/api/v1/things", &[]).await.unwrap_err();
+    assert_eq!((failure.ended, provider.renewed()), (Ended::LoggedOut, 0), "{failure}");
+}
+
 #[test]
 fn a_token_of_any_form_can_be_shown() {
     let part = |claims: &Value| URL_SAFE_NO_PAD.encode(claims.to_string());
