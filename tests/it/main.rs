@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod audit;
+mod browser;
 mod cluster;
 mod docs_page;
 mod enrollment;
@@ -10,6 +11,7 @@ mod foreign_provider;
 mod generated_client;
 mod harness;
 mod ingress;
+mod ingress_rotation;
 mod input;
 mod keys;
 mod main_job;
@@ -20,6 +22,7 @@ mod platform_roles;
 mod policy;
 mod probe;
 mod rate_limit;
+mod readme;
 mod recovery;
 mod recovery_faults;
 mod release;
@@ -32,5 +35,6 @@ mod sweep;
 mod system_executor;
 mod tasks;
 mod terminal;
+mod terminal_page;
 mod tidy;
 mod tool;
