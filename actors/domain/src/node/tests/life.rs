@@ -107,6 +107,12 @@ fn a_certificate_counts_in_its_own_generation_and_time_and_for_its_own_node() {
     let renewed = active.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // The agent keeps the old one until the new one is stored.
     assert_eq!(renewed.node.identity.certificates.len(), 2);
+    assert_eq!(renewed.node.identity.shown.as_deref(), Some(SERIAL), "what it was given it may never have stored");
+    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    assert_eq!((polled.node.identity.shown.as_deref(), polled.wrote), (Some("02"), true));
+    assert!(!polled.clone().agent(Command::Poll { serial: "02".into() }).wrote);
+    // It went back to the one before: it died before it had stored the other.
+    assert_eq!(polled.heard().node.identity.shown.as_deref(), Some(SERIAL));
     renewed.agent(Command::Poll { serial: "02".into() }).agent(poll());
 }
 
@@ -263,6 +269,17 @@ fn a_retired_node_comes_back_only_in_order() {
     let silent = retired.after(TimeDelta::seconds(90));
     assert!(matches!(silent.refuses(&admin(), reactivate()), Rejection::NotInOrder { .. }));
     silent.heard().expect("retired").admin(reactivate()).expect("active");
+}
+
+#[test]
+fn a_retired_node_renews_and_gets_no_work() {
+    let retired = node().active().retired();
+    let renewed = retired.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") }).expect("retired");
+    assert!(renewed.node.identity.certificates.contains_key("02"));
+    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    assert_eq!(polled.reply, Reply::Work { orders: Vec::new() });
+    assert!(matches!(renewed.refuses(&worker(), reserve(TENANT, 1)), Rejection::NotSchedulable { .. }));
+    assert_eq!(renewed.node.gpus_free(), 0);
 }
 
 #[test]
