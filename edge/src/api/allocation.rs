@@ -2,6 +2,7 @@
 
 mod events;
 mod logins;
+mod places;
 mod view;
 
 use actors::Answered;
@@ -24,6 +25,7 @@ use uuid::Uuid;
 
 pub(super) use events::*;
 pub(super) use logins::*;
+pub(super) use places::Streams;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
