@@ -22,6 +22,7 @@
 
 pub mod client;
 mod end;
+pub mod gpuctl;
 pub mod hand;
 pub mod ingress;
 pub mod line;
@@ -273,6 +274,12 @@ impl World {
     fn signal_agent(&self, node: &OnboardedNode, signal: Signal) {
         let process = self.agents[&node.id].process.as_ref().expect("the node's agent runs");
         signal_process(process.pid(), signal);
+    }
+
+    /// The process of the node's agent.
+    #[must_use]
+    pub fn agent_pid(&self, node: &OnboardedNode) -> u32 {
+        self.agents[&node.id].process.as_ref().expect("the node's agent runs").pid()
     }
 
     pub fn kill9_agent(&mut self, node: &OnboardedNode) {
