@@ -268,6 +268,10 @@ async fn gpuctl_comes_in_by_ssh_pins_the_host_key_and_hands_on_the_exit_status()
         .unwrap();
     assert!(by_config.status.success(), "{by_config:?}");
 
+    // The keys are chosen anew, and the machine follows.
+    let shown = gpuctl.run(&["-o", "json", "allocations", "ssh-keys", id, "--default"]).await.json();
+    assert_eq!(shown["ssh"]["key_fingerprints"].as_array().map(Vec::len), Some(1), "{shown}");
+
     // Another host key than the one that the service names: nobody is logged in there.
     let known = gpuctl.folder().join("known_hosts").join(id);
     assert!(std::fs::read_to_string(&known).unwrap().starts_with(&format!("gpu-{id} ssh-ed25519 ")));

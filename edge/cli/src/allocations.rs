@@ -28,6 +28,16 @@ pub(crate) enum Command {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Chooses the keys that open an allocation, in place of those that do.
+    SshKeys {
+        allocation: Uuid,
+        /// A key that opens it, and again for more.
+        #[arg(long = "ssh-key", value_name = "ID", required_unless_present = "default")]
+        ssh_keys: Vec<Uuid>,
+        /// Your default key, whichever that is.
+        #[arg(long, conflicts_with = "ssh_keys")]
+        default: bool,
+    },
     /// What has become of an allocation so far.
     Events {
         allocation: Uuid,
@@ -100,7 +110,7 @@ const IN_A_LIST: [Column; 7] = [
     ("WHY", "/state_reason"),
 ];
 
-const ALONE: [Column; 20] = [
+const ALONE: [Column; 22] = [
     ("id", "/id"),
     ("state", "/state"),
     ("why", "/state_reason"),
@@ -116,6 +126,8 @@ const ALONE: [Column; 20] = [
     ("ssh port", "/ssh/port"),
     ("ssh user", "/ssh/username"),
     ("ssh host key", "/ssh/host_key_fingerprint"),
+    ("opened by", "/ssh/key_fingerprints"),
+    ("keys are there", "/ssh/keys_written"),
     ("requested", "/requested_at"),
     ("active since", "/active_at"),
     ("released", "/released_at"),
@@ -135,6 +147,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::List(which) => list(which, api).await,
         Command::Show { allocation } => api.out.show(&api.get(&path(allocation), &[]).await?, &ALONE),
         Command::Release { allocation, issue, wait } => release(allocation, issue, &wait, api).await,
+        Command::SshKeys { allocation, ssh_keys, default } => {
+            let body = json!({ "ssh_key_ids": (!default).then_some(ssh_keys) });
+            api.out.show(&api.put(&format!("{}/ssh-keys", path(allocation)), &body).await?, &ALONE)
+        }
         Command::Events { allocation, follow: false } => {
             let found = api.get(&path(allocation), &[]).await?;
             api.out.list(&json!({ "items": found["status_history"], "next_page": null }), &HISTORY)

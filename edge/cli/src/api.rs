@@ -96,6 +96,11 @@ impl Api {
         self.call(Call { method: Method::POST, path, query: &[], body: Some(body), key: Some(key) }).await
     }
 
+    /// Says how it is to be: once or twice is the same.
+    pub(crate) async fn put(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+        self.call(Call { method: Method::PUT, path, query: &[], body: Some(body), key: None }).await
+    }
+
     pub(crate) async fn delete(&self, path: &str, query: &[(&str, String)]) -> Result<Value, Failure> {
         self.call(Call { method: Method::DELETE, path, query, body: None, key: None }).await
     }
@@ -235,7 +240,7 @@ impl Api {
                 false => Attempt::Again { after: None, patience: CONNECT_PATIENCE, failure },
             };
         }
-        let repeatable = call.method == Method::GET || call.key.is_some();
+        let repeatable = matches!(call.method, Method::GET | Method::PUT) || call.key.is_some();
         let failure = once_again(failure, call);
         if repeatable { Attempt::Again { after: None, patience: PATIENCE, failure } } else { Attempt::Failed(failure) }
     }
