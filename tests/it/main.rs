@@ -20,6 +20,7 @@ mod platform_roles;
 mod policy;
 mod probe;
 mod rate_limit;
+mod recording;
 mod recovery;
 mod recovery_faults;
 mod release;

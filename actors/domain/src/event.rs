@@ -10,6 +10,7 @@ use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
 use crate::policy;
+use crate::recording::Terms;
 use crate::terminal_session;
 use serde::{Deserialize, Serialize};
 
@@ -128,6 +129,9 @@ pub enum Event {
         ends_at: Timestamp,
         /// From then on nobody waits for it.
         begin_until: Timestamp,
+        /// Absent from the release before.
+        #[serde(default)]
+        recording: Terms,
     },
     TerminalClosed {
         session_id: TerminalSessionId,
@@ -339,8 +343,9 @@ impl Event {
             Self::AllocationCounted { allocation_id } => {
                 Reaction::Allocation(allocation_id, ToAllocation::StillCounted)
             }
-            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until } => {
-                Reaction::Node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until })
+            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until, recording } => {
+                let open = ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording };
+                Reaction::Node(node_id, open)
             }
             Self::TerminalFailed { session_id, node_id, reason } => {
                 Reaction::Terminal(session_id, terminal_session::Command::Fail { node_id, code: reason })
@@ -364,6 +369,7 @@ impl Event {
 mod tests {
     use super::*;
     use crate::machine::Command as _;
+    use crate::recording::Mode;
     use std::collections::BTreeSet;
     use std::fmt::Write as _;
     use uuid::Uuid;
@@ -417,6 +423,7 @@ mod tests {
                 node_id,
                 ends_at: deadline_at,
                 begin_until: deadline_at,
+                recording: Terms { mode: Mode::Strict, most_bytes: 1 },
             },
             Event::TerminalClosed { session_id, allocation_id, node_id, reason: text() },
         ]

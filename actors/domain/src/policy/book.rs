@@ -195,6 +195,16 @@ impl PolicyBook {
         TimeDelta::seconds(self.int(key, scopes, now))
     }
 
+    /// The value of a switch.
+    #[must_use]
+    pub fn switch(&self, key: Key, scopes: &Scopes, now: Timestamp) -> bool {
+        match (self.resolve(key, scopes, now).0, key.bounds()) {
+            (Value::Bool(value), _) => value,
+            (Value::Int(_) | Value::Text(_), Bounds::Bool { default }) => default,
+            (Value::Int(_) | Value::Text(_), Bounds::Enum { .. } | Bounds::Int { .. }) => false,
+        }
+    }
+
     /// The value of a text key.
     #[must_use]
     pub fn text(&self, key: Key, scopes: &Scopes, now: Timestamp) -> String {
