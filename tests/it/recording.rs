@@ -2,7 +2,6 @@
 //! played back by a player that somebody else wrote.
 
 use crate::tool::{python_program, root, run};
-use nix::sys::signal::Signal;
 use reqwest::Method;
 use reqwest::header::{CACHE_CONTROL, CONTENT_TYPE};
 use serde::Deserialize;
@@ -178,11 +177,12 @@ async fn a_control_plane_that_was_away_gets_the_rest_in_its_order() {
     let (mut world, node, allocation) = rented(1, "best-effort", &[]).await;
     let (mut terminal, session) = world.terminal(allocation.id).await;
     prompt(&mut terminal).await;
-    terminal.enter("for i in $(seq 1 3000); do echo line-$i; sleep 0.001; done; touch ~/done; exit\n").await;
+    terminal.enter("for i in $(seq 1 3000); do echo line-$i; sleep 0.001; done; touch ~/done\n").await;
     terminal.shows("line-50\r").await;
     world.kill9_replica(0);
     appears(&home(&world, &node, &allocation).join("done")).await;
     world.restart_replica(0).await;
+    leave(&mut world, &allocation, session).await;
     assert_eq!(complete(&world, session).await["lost_bytes"], 0);
     let played = play(&world, session).await;
     assert_eq!(played.lines(), (1..=3000).collect::<Vec<_>>());
@@ -190,22 +190,29 @@ async fn a_control_plane_that_was_away_gets_the_rest_in_its_order() {
     world.end().await;
 }
 
+/// The user comes back to their session, and ends it.
+async fn leave(world: &mut World, allocation: &Rented, session: Uuid) {
+    let ticket = world.ticket(&world.user.clone(), allocation.id, Some(session)).await;
+    let mut terminal = world.gateway().open(&ticket.token, None).await;
+    terminal.attached().await;
+    terminal.enter("exit\n").await;
+    assert_eq!(terminal.close_code().await, 1000);
+}
+
 /// More than a session's part of the small spool, and a word when it is done.
-const MUCH: &str = "for i in $(seq 1 30000); do echo line-$i; echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done; touch ~/done; exit\n";
+const MUCH: &str = "for i in $(seq 1 30000); do echo line-$i; echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done; touch ~/done\n";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn with_a_full_spool_and_best_effort_the_program_goes_on_and_the_gap_is_marked() {
     let (mut world, node, allocation) = rented(1, "best-effort", &SMALL_SPOOL).await;
     let (mut terminal, session) = world.terminal(allocation.id).await;
     prompt(&mut terminal).await;
-    world.signal_replica(0, Signal::SIGSTOP);
     terminal.enter(MUCH).await;
-    // The gateway has stopped, too: what was typed lies before it.
-    world.signal_replica(0, Signal::SIGCONT);
     terminal.shows("line-20\r").await;
     world.kill9_replica(0);
     appears(&home(&world, &node, &allocation).join("done")).await;
     world.restart_replica(0).await;
+    leave(&mut world, &allocation, session).await;
     let recording = complete(&world, session).await;
     let lost = recording["lost_bytes"].as_u64().unwrap();
     assert!(lost > 0, "{recording}");
@@ -231,6 +238,7 @@ async fn with_a_full_spool_and_strict_the_program_waits_and_nothing_is_missing()
     assert!(!done.exists() && spooled <= 1 << 20, "the program waits; {spooled} bytes are in the spool");
     world.restart_replica(0).await;
     appears(&done).await;
+    leave(&mut world, &allocation, session).await;
     assert_eq!(complete(&world, session).await["lost_bytes"], 0);
     assert_eq!(play(&world, session).await.lines(), (1..=30_000).collect::<Vec<_>>());
     assert!(!spool.exists(), "what is sent is gone");

@@ -37,12 +37,12 @@ pub(super) async fn keep(
 ) -> Result<Json<ChunkAnswer>, ApiError> {
     let (node_id, session_id) = (NodeId(node.node_id), TerminalSessionId(session));
     scope.record_resource(format_args!("terminal_session/{session_id}"));
+    let identify = Command::Identify { serial: node.serial };
+    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
     let media_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     if media_type != Some(MEDIA_TYPE) {
         return Err(ApiError::new(Code::UnsupportedMediaType, format!("Send the chunk as {MEDIA_TYPE}.")));
     }
-    let identify = Command::Identify { serial: node.serial };
-    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
     let shelf = api.services.terminals.shelf().clone();
     let kept = api.keep(session_id, node_id, seq, request).await;
     match &kept {
