@@ -267,6 +267,7 @@ impl Dev {
             String::new(),
             format!("  public API         https://{}", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
+            format!("  a terminal         https://{}/terminal/ALLOCATION_ID, in a browser", self.public.address()),
         ];
         for replica in &self.replicas {
             let pid = replica.pid().unwrap_or_default();

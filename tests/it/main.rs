@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod audit;
+mod browser;
 mod cluster;
 mod docs_page;
 mod enrollment;
@@ -28,9 +29,11 @@ mod runtime;
 mod schemathesis;
 mod secrets;
 mod service_accounts;
+mod service_tokens;
 mod sweep;
 mod system_executor;
 mod tasks;
 mod terminal;
+mod terminal_page;
 mod tidy;
 mod tool;

@@ -141,6 +141,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
+        ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
+        ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/recordings/{id}", terminal.session),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),

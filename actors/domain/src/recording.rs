@@ -41,7 +41,7 @@ impl Terms {
     /// As the policies are at `now`.
     #[must_use]
     pub fn by_policy(policy: &PolicyBook, scopes: &Scopes, now: Timestamp) -> Self {
-        if !policy.switch(Key::TerminalRecordingEnabled, scopes, now) {
+        if !policy.is_on(Key::TerminalRecordingEnabled, scopes, now) {
             return Self::default();
         }
         let strict = policy.text(Key::TerminalRecordingMode, scopes, now) == "strict";

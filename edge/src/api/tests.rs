@@ -14,6 +14,8 @@ mod platform_roles;
 mod policies;
 mod repetitions;
 mod service_accounts;
+mod service_tokens;
 mod skus;
 mod ssh_keys;
+mod terminal_page;
 mod world;

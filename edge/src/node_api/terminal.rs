@@ -63,7 +63,8 @@ pub(super) async fn stream(
     let upgrade = upgrade
         .max_message_size(MESSAGE)
         .max_frame_size(MESSAGE)
-        .read_buffer_size(2 * MESSAGE)
+        // Of each session, and most say nothing most of the time; a long message gets room of its own.
+        .read_buffer_size(4 * 1024)
         .write_buffer_size(0)
         .max_write_buffer_size(8 * MESSAGE);
     let scopes = found.it.scopes();

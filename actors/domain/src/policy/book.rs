@@ -197,12 +197,8 @@ impl PolicyBook {
 
     /// The value of a switch.
     #[must_use]
-    pub fn switch(&self, key: Key, scopes: &Scopes, now: Timestamp) -> bool {
-        match (self.resolve(key, scopes, now).0, key.bounds()) {
-            (Value::Bool(value), _) => value,
-            (Value::Int(_) | Value::Text(_), Bounds::Bool { default }) => default,
-            (Value::Int(_) | Value::Text(_), Bounds::Enum { .. } | Bounds::Int { .. }) => false,
-        }
+    pub fn is_on(&self, key: Key, scopes: &Scopes, now: Timestamp) -> bool {
+        self.resolve(key, scopes, now).0 == Value::Bool(true)
     }
 
     /// The value of a text key.
