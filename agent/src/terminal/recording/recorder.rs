@@ -192,14 +192,13 @@ impl Recorder {
                         }
                     }
                     // It panicked, and the tape is gone with it.
-                    Err(_) => self.over = true,
+                    Err(_) => self.give_up(),
                 }
             } else if self.over {
                 if !self.said_over {
                     self.said_over = true;
                     return if self.terms.mode == Mode::Strict { Came::MustEnd } else { Came::Ended };
                 }
-                self.next.frames.clear();
                 if self.next.output.is_empty() {
                     std::future::pending::<()>().await;
                 }
@@ -253,7 +252,7 @@ impl Recorder {
                 return (!output.is_empty()).then_some(Came::Show(output));
             }
             Err(NotKept::Over | NotKept::Refused) => {
-                self.over = true;
+                self.give_up();
                 if let Some(tape) = &mut self.tape {
                     tape.close();
                 }
@@ -274,6 +273,11 @@ impl Recorder {
         }
         self.lost += output.len() as u64;
         (!output.is_empty()).then_some(Came::Show(output))
+    }
+
+    fn give_up(&mut self) {
+        self.over = true;
+        self.next.frames.clear();
     }
 
     fn put_back(&mut self, mut frames: Vec<u8>, mut output: Vec<u8>) {
@@ -319,4 +323,155 @@ fn begins((columns, rows): (u16, u16)) -> Vec<u8> {
     let mut bytes = Vec::new();
     Frame { micros: 0, what: What::Begin { columns, rows } }.write(&mut bytes);
     bytes
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::spool::{Next, Spools};
+    use super::*;
+    use tokio::time::timeout;
+    use uuid::Uuid;
+    use wire::recording::Frames;
+
+    const MIB: u64 = 1 << 20;
+    const SOON: Duration = Duration::from_millis(100);
+
+    struct Stage {
+        _folder: tempfile::TempDir,
+        folder: std::path::PathBuf,
+        spool: Arc<Spool>,
+        recorder: Recorder,
+    }
+
+    /// A recorder whose session has so much of the spool.
+    fn stage(mode: Mode, most_bytes: u64, part: u64) -> Stage {
+        let folder = tempfile::tempdir().unwrap();
+        let spool = Spools::new(folder.path(), 8 * part).begin(Uuid::from_u128(1));
+        let mut recorder = Recorder::new(Arc::clone(&spool), Terms { mode, most_bytes }, (80, 24));
+        recorder.begin().unwrap();
+        Stage { folder: folder.path().join("recordings"), _folder: folder, spool, recorder }
+    }
+
+    impl Stage {
+        async fn says(&mut self, text: &str) -> Option<Came> {
+            self.recorder.output(text.as_bytes());
+            timeout(SOON, self.recorder.comes()).await.ok()
+        }
+
+        /// Takes what can be sent, and answers with its frames.
+        fn send(&self) -> Vec<What> {
+            let mut sent = Vec::new();
+            while let Next::Chunk(seq) = self.spool.next() {
+                sent.extend(Frames::of(&self.spool.read(seq).unwrap()).map(|frame| frame.unwrap().what));
+                self.spool.sent(seq);
+            }
+            sent
+        }
+    }
+
+    fn shown(text: &str) -> Option<Came> {
+        Some(Came::Show(text.as_bytes().to_vec()))
+    }
+
+    fn output(text: &str) -> What {
+        What::Output(text.as_bytes().to_vec())
+    }
+
+    #[tokio::test]
+    async fn what_is_shown_is_recorded_with_its_sizes_and_the_end() {
+        let mut stage = stage(Mode::BestEffort, MIB, MIB);
+        assert_eq!(stage.says("one").await, shown("one"));
+        stage.recorder.resize(100, 30);
+        assert_eq!(stage.says("two").await, shown("two"));
+        assert!(stage.recorder.is_settled());
+        stage.recorder.finish().await;
+        let resize = What::Resize { columns: 100, rows: 30 };
+        let begin = What::Begin { columns: 80, rows: 24 };
+        assert_eq!(stage.send(), [begin, output("one"), resize, output("two"), What::End(Ended::Session)]);
+    }
+
+    #[tokio::test]
+    async fn a_chunk_is_sent_after_a_while_though_it_is_not_full() {
+        let mut stage = stage(Mode::BestEffort, MIB, MIB);
+        stage.says("one").await.unwrap();
+        assert!(stage.recorder.is_busy() && stage.send().is_empty());
+        let _ = timeout(CHUNK_LASTS + SOON, stage.recorder.comes()).await;
+        assert_eq!(stage.send().len(), 2);
+        assert!(!stage.recorder.is_busy());
+    }
+
+    #[tokio::test]
+    async fn strict_shows_nothing_without_room_and_goes_on_where_it_stopped() {
+        let mut stage = stage(Mode::Strict, MIB, 8 * 1024);
+        let long = "x".repeat(3000);
+        assert_eq!(stage.says(&long).await, shown(&long));
+        assert_eq!(stage.says(&long).await, None, "there is no room");
+        assert!(!stage.recorder.has_room() && !stage.recorder.is_settled());
+        assert_eq!(stage.send().len(), 2);
+        assert_eq!(stage.recorder.comes().await, Came::Show(long.clone().into_bytes()));
+        stage.recorder.finish().await;
+        assert_eq!(stage.send(), [output(&long), What::End(Ended::Session)]);
+    }
+
+    #[tokio::test]
+    async fn best_effort_shows_all_and_says_how_much_is_missing() {
+        let mut stage = stage(Mode::BestEffort, MIB, 8 * 1024);
+        let long = "x".repeat(3000);
+        for _ in 0..3 {
+            assert_eq!(stage.says(&long).await, shown(&long));
+        }
+        stage.send();
+        assert_eq!(stage.says("after").await, shown("after"));
+        stage.recorder.finish().await;
+        let sent = stage.send();
+        assert_eq!(sent, [What::Gap { bytes: 6000 }, output("after"), What::End(Ended::Session)]);
+    }
+
+    #[tokio::test]
+    async fn a_recording_that_is_full_or_refused_ends_and_a_strict_session_with_it() {
+        for (mode, refused) in
+            [(Mode::BestEffort, false), (Mode::Strict, false), (Mode::BestEffort, true), (Mode::Strict, true)]
+        {
+            let mut stage = stage(mode, 8 * 1024, MIB);
+            if refused {
+                stage.spool.refuse();
+            }
+            let long = "x".repeat(5000);
+            let first = stage.says(&long).await;
+            if mode == Mode::Strict {
+                assert_eq!(first, Some(Came::MustEnd), "and {long:.3} is not shown");
+            } else {
+                assert_eq!(first, shown(&long));
+                assert_eq!(stage.recorder.comes().await, Came::Ended);
+                assert_eq!(stage.says("more").await, shown("more"));
+            }
+            assert_eq!(stage.recorder.mode(), Mode::Off);
+            timeout(RECORDING_ENDS, stage.recorder.finish()).await.unwrap();
+            let lost = if mode == Mode::Strict { None } else { Some(What::Gap { bytes: 5000 }) };
+            let end = [Some(What::Begin { columns: 80, rows: 24 }), lost, Some(What::End(Ended::Full))];
+            let expected: Vec<What> = if refused { Vec::new() } else { end.into_iter().flatten().collect() };
+            assert_eq!(stage.send(), expected, "{mode:?}");
+        }
+    }
+
+    const RECORDING_ENDS: Duration = Duration::from_secs(1);
+
+    #[tokio::test]
+    async fn without_a_recording_nothing_is_on_the_disk_and_one_may_begin_later() {
+        let mut silent = stage(Mode::Off, 0, MIB);
+        assert_eq!(silent.says("unseen").await, shown("unseen"));
+        silent.recorder.finish().await;
+        assert!(!silent.folder.exists() && silent.spool.next() == Next::Done);
+
+        let mut later = stage(Mode::Off, 0, MIB);
+        later.recorder.resize(90, 20);
+        assert!(later.recorder.change(Terms { mode: Mode::Strict, most_bytes: MIB }));
+        assert_eq!(later.says("seen").await, shown("seen"));
+        assert!(later.recorder.change(Terms::default()));
+        assert_eq!(later.says("unseen").await, shown("unseen"));
+        later.recorder.finish().await;
+        let begin = What::Begin { columns: 90, rows: 20 };
+        assert_eq!(later.send(), [begin, What::Resumed, output("seen"), What::Paused, What::End(Ended::Session)]);
+    }
 }
