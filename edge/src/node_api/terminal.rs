@@ -9,6 +9,7 @@ use crate::error::{ApiError, Code};
 use crate::identity::NodeIdentity;
 use crate::recording::on_the_wire;
 use crate::terminal::until_over;
+use crate::tls::connections::Held;
 use actors::AskError;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocket};
@@ -47,6 +48,7 @@ pub(super) async fn stream(
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
     let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
+    let held = api.services.connections.hold(node.node_id, node.authority);
     let identify = Command::Identify { serial: node.serial };
     api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
     let found = current::<TerminalSession>(&api.services, session.0).await?;
@@ -68,7 +70,7 @@ pub(super) async fn stream(
         .write_buffer_size(0)
         .max_write_buffer_size(8 * MESSAGE);
     let scopes = found.it.scopes();
-    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes }.run(socket)))
+    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes, held }.run(socket)))
 }
 
 struct NodeEnd {
@@ -78,6 +80,8 @@ struct NodeEnd {
     session: TerminalSessionId,
     /// Of its owner.
     scopes: Scopes,
+    /// A proxy's connection is not the node's: what runs over it is cut here.
+    held: Held,
 }
 
 impl NodeEnd {
@@ -91,6 +95,7 @@ impl NodeEnd {
             () = self.keep_terms(&down) => false,
             why = speak(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
             () = here.gone() => false,
+            () = self.held.cut() => false,
             () = services.stopping.cancelled() => false,
             _ = until_over(&services, self.session, None) => true,
         };
