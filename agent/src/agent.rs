@@ -336,6 +336,7 @@ struct Session {
 impl Agent {
     async fn live(self: Arc<Self>) -> Result<(), Fatal> {
         self.send_recordings_left();
+        self.say_what_is_lost();
         self.resume();
         tokio::join!(self.poll(), self.beat(), self.renew(), self.let_tenants_in());
         self.tasks.close();

@@ -32,6 +32,8 @@ const LINGER: Duration = Duration::from_secs(60);
 const UNHEARD_PAUSE: Duration = Duration::from_millis(10);
 /// How often it is said that the program ended, until that is known.
 const SAID_AGAIN: Duration = Duration::from_secs(1);
+/// How long an agent that is being stopped waits to be heard.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Between asking the processes to end and ending them.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -71,7 +73,15 @@ pub(super) struct Session {
     heard: mpsc::Receiver<Heard>,
     say: mpsc::Sender<Up>,
     ends_at: Instant,
-    over: CancellationToken,
+    ends: Ends,
+}
+
+/// What ends a session from outside.
+pub(super) struct Ends {
+    /// Whoever holds a part of the session lets go of it.
+    pub(super) over: CancellationToken,
+    /// The agent is being stopped.
+    pub(super) stop: CancellationToken,
 }
 
 struct Connected {
@@ -98,7 +108,9 @@ enum End {
     Exited(Exit),
     /// The control plane says so, for itself or for the user.
     Told,
-    /// The lifetime, or the agent's end.
+    /// The agent is being stopped.
+    Stopped,
+    /// The lifetime, or nobody to speak to.
     Over,
 }
 
@@ -110,7 +122,7 @@ impl Session {
         heard: mpsc::Receiver<Heard>,
         say: mpsc::Sender<Up>,
         left: Duration,
-        over: CancellationToken,
+        ends: Ends,
     ) -> Self {
         let (reader, writer) = pty.into_split();
         let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
@@ -134,7 +146,7 @@ impl Session {
             heard,
             say,
             ends_at: now + left,
-            over,
+            ends,
         }
     }
 
@@ -143,19 +155,23 @@ impl Session {
         // A disk that hangs keeps nobody waiting.
         let _ = timeout(RECORDS_WITHIN, self.recorder.finish()).await;
         match end {
-            End::Exited(exit) => self.say_until_heard(exit).await,
+            End::Exited(exit) => self.say_until_heard(&Up::Exited { exit }).await,
             End::Told => {
                 let exit = self.end_processes().await;
-                self.say_until_heard(exit).await;
+                self.say_until_heard(&Up::Exited { exit }).await;
+            }
+            End::Stopped => {
+                self.end_processes().await;
+                let _ = tokio::time::timeout(LAST_WORDS, self.say_until_heard(&Up::Lost)).await;
             }
             End::Over => {}
         }
-        self.over.cancel();
+        self.ends.over.cancel();
         self.end_processes().await;
     }
 
-    /// The control plane says that the session is over once it knows how its program ended. What is said may be cut off.
-    async fn say_until_heard(&mut self, exit: Exit) {
+    /// The control plane says that the session is over once it knows how it ended. What is said may be cut off.
+    async fn say_until_heard(&mut self, how: &Up) {
         let mut again = interval(SAID_AGAIN);
         loop {
             tokio::select! {
@@ -164,8 +180,8 @@ impl Session {
                         return;
                     }
                 }
-                _ = again.tick() => drop(self.say.try_send(Up::Exited { exit })),
-                () = self.over.cancelled() => return,
+                _ = again.tick() => drop(self.say.try_send(how.clone())),
+                () = self.ends.over.cancelled() => return,
                 () = sleep_until(self.ends_at) => return,
             }
         }
@@ -181,7 +197,8 @@ impl Session {
             let may_read = self.may_read();
             let (read_after, rest_until) = (self.read_after, self.rest_until());
             tokio::select! {
-                () = self.over.cancelled() => return End::Over,
+                () = self.ends.over.cancelled() => return End::Over,
+                () = self.ends.stop.cancelled() => return End::Stopped,
                 () = sleep_until(self.ends_at) => {
                     debug!("the session's lifetime is over");
                     return End::Over;

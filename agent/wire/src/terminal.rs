@@ -87,6 +87,8 @@ pub enum Up {
     Recording {
         mode: Mode,
     },
+    /// The agent was stopped, or started anew: the program went with it, and nobody knows how it ended.
+    Lost,
 }
 
 /// How a program ended.
@@ -116,6 +118,7 @@ const TAKEN: u8 = 131;
 const EXIT_CODE: u8 = 132;
 const EXIT_SIGNAL: u8 = 133;
 const RECORDING: u8 = 134;
+const LOST: u8 = 140;
 
 impl Down {
     #[must_use]
@@ -167,6 +170,7 @@ impl Up {
             Self::Exited { exit: Exit::Code(code) } => joined(EXIT_CODE, &[&code.to_be_bytes()]),
             Self::Exited { exit: Exit::Signal(signal) } => joined(EXIT_SIGNAL, &[&signal.to_be_bytes()]),
             Self::Recording { mode } => vec![RECORDING, byte_of(*mode)],
+            Self::Lost => vec![LOST],
         }
     }
 
@@ -181,6 +185,7 @@ impl Up {
             EXIT_CODE => Self::Exited { exit: Exit::Code(i32::from_be_bytes(reader.take()?)) },
             EXIT_SIGNAL => Self::Exited { exit: Exit::Signal(i32::from_be_bytes(reader.take()?)) },
             RECORDING => Self::Recording { mode: reader.mode()? },
+            LOST => Self::Lost,
             _ => return Err(Malformed(message.len())),
         };
         reader.end().map(|()| read)
@@ -293,6 +298,7 @@ mod tests {
             any::<i32>().prop_map(|code| Up::Exited { exit: Exit::Code(code) }),
             any::<i32>().prop_map(|signal| Up::Exited { exit: Exit::Signal(signal) }),
             a_mode().prop_map(|mode| Up::Recording { mode }),
+            Just(Up::Lost),
         ]
     }
 
