@@ -33,7 +33,7 @@ use crate::simulate::{Misbehaviour, Simulated};
 use crate::ssh::{self, SshError, Sshd};
 use crate::store::{self, StoreError};
 use crate::system::{self, System};
-use crate::terminal::Terminals;
+use crate::terminal::{Spools, Terminals};
 use crate::{chain, inventory};
 
 mod beat;
@@ -264,8 +264,9 @@ pub async fn run_with(
     };
     let api = Api::with_identity(&config, &identity)?;
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
+    let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
     let agent = Arc::new(Agent {
-        terminals: Terminals::new(tasks.clone(), stop.clone()),
+        terminals: Terminals::new(spools, tasks.clone(), stop.clone()),
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
         identities,
@@ -334,6 +335,7 @@ struct Session {
 
 impl Agent {
     async fn live(self: Arc<Self>) -> Result<(), Fatal> {
+        self.send_recordings_left();
         self.say_what_is_lost();
         self.resume();
         tokio::join!(self.poll(), self.beat(), self.renew(), self.let_tenants_in());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use reqwest::header::{HeaderMap, RETRY_AFTER};
+use reqwest::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -16,6 +16,7 @@ use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::error::{Envelope as ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
+use wire::recording::ChunkAnswer;
 use wire::task::{Envelope, Origin, ResultAnswer, TaskResult};
 
 use crate::config::Config;
@@ -100,6 +101,12 @@ impl ApiError {
             Self::Refused { error, .. } => error.as_ref().map_or("refused", |error| &error.code),
             Self::Unreadable { .. } => "unreadable_answer",
         }
+    }
+
+    /// Whether the answer tells this of what it refuses.
+    #[must_use]
+    pub fn names(&self, detail: &str) -> bool {
+        matches!(self, Self::Refused { error: Some(error), .. } if error.details.contains_key(detail))
     }
 
     /// Whether the control plane speaks an older protocol than this agent, as replicas do that are yet to be upgraded.
@@ -289,6 +296,16 @@ impl Api {
     /// [`ApiError`].
     pub async fn heartbeat(&self, heartbeat: &Heartbeat) -> Result<HeartbeatAnswer, ApiError> {
         self.post("heartbeat", heartbeat).await
+    }
+
+    /// Brings a chunk of a terminal's recording.
+    ///
+    /// # Errors
+    /// [`ApiError`].
+    pub async fn put_recorded(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> Result<ChunkAnswer, ApiError> {
+        let path = format!("terminals/{session_id}/recording/{seq}");
+        let request = self.request(Method::PUT, &path).header(CONTENT_TYPE, "application/octet-stream").body(frames);
+        read(send(request).await?).await
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {

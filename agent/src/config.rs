@@ -64,6 +64,9 @@ pub struct Flags {
     /// Tasks executed at once
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub max_concurrent_tasks: u16,
+    /// Disk for recordings of terminals that the control plane does not have yet, in MiB; one session gets an eighth of it
+    #[arg(long, env = "SVC_NODE_AGENT_RECORDING_SPOOL_MIB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(8..=1_048_576))]
+    pub recording_spool_mib: u32,
     /// Filter of log events, in the syntax of RUST_LOG
     #[arg(long, env = "RUST_LOG", default_value = "info")]
     pub log: String,
@@ -112,6 +115,7 @@ pub struct Config {
     pub verifier_set: VerifierSet,
     pub state_dir: PathBuf,
     pub max_concurrent_tasks: usize,
+    pub recording_spool_bytes: u64,
     /// What the `system` executor was told; `None` for `sandbox`.
     pub system: Option<Settings>,
     pub simulated_gpus: Option<SimulatedGpus>,
@@ -202,6 +206,7 @@ impl Config {
             key_path: path(&flags.key_path, names::KEY_PATH, "node.key"),
             verifier_set: VerifierSet::from_env_value(&keys)?,
             max_concurrent_tasks: usize::from(flags.max_concurrent_tasks),
+            recording_spool_bytes: u64::from(flags.recording_spool_mib) * 1024 * 1024,
             system: match flags.executor {
                 ExecutorChoice::Sandbox => None,
                 ExecutorChoice::System => Some(system_settings(&sources)?),

@@ -440,6 +440,7 @@ mod tests {
                 allocation_id: Uuid::nil(),
                 user_name: "gpu-9".to_owned(),
                 ends_at,
+                recording: wire::recording::Terms::default(),
             };
             let payload = TaskPayload { task: Task::OpenTerminal(open), ..payload(task, 1, soon()) };
             let task_id = payload.task_id;

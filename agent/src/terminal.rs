@@ -6,6 +6,7 @@
 //! itself. An agent that is stopped says of each that it is lost; one that was killed is followed by one that says it.
 
 mod output;
+mod recording;
 mod session;
 mod stream;
 
@@ -17,16 +18,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use chrono::Utc;
 use futures::StreamExt as _;
 use tokio::process::Child;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{Instrument as _, info};
+use tracing::{Instrument as _, info, warn};
 use uuid::Uuid;
+use wire::recording::Mode;
 use wire::task::OpenTerminal;
 
 use crate::executor::Failure;
+use recording::{Recorder, Upload};
 
-pub use stream::{NoStream, Socket, Way};
+pub use recording::Spools;
+pub use stream::{NoStream, NotSent, Socket, Way};
 
 /// Sessions of one allocation at once, whatever the control plane says.
 const OF_ONE_ALLOCATION: usize = 64;
@@ -37,6 +41,9 @@ const LOST_AT_ONCE: usize = 16;
 /// The size of a terminal whose user has not said theirs.
 const ROWS: u16 = 24;
 const COLUMNS: u16 = 80;
+
+/// Recordings that are sent at once.
+const SENDS_AT_ONCE: usize = 4;
 
 /// Messages between a session and its stream that are on their way.
 const QUEUE: usize = 16;
@@ -56,24 +63,43 @@ pub struct Shell {
 #[derive(Clone)]
 pub struct Terminals {
     live: Arc<Mutex<BTreeMap<Uuid, Uuid>>>,
+    spools: Spools,
+    sends: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
 
 impl Terminals {
     #[must_use]
-    pub fn new(tasks: TaskTracker, stop: CancellationToken) -> Self {
-        Self { live: Arc::default(), tasks, stop }
+    pub fn new(spools: Spools, tasks: TaskTracker, stop: CancellationToken) -> Self {
+        Self { live: Arc::default(), spools, sends: Arc::new(Semaphore::new(SENDS_AT_ONCE)), tasks, stop }
+    }
+
+    /// Sends what an earlier agent has recorded and not sent. To be called before any session begins.
+    pub fn send_what_is_left(&self, way: &Arc<dyn Way>) {
+        for session_id in self.spools.left() {
+            let (spools, way, sends) = (self.spools.clone(), Arc::clone(way), Arc::clone(&self.sends));
+            let stop = self.stop.clone();
+            self.tasks.spawn(async move {
+                match Upload::of_left(&spools, session_id, way, sends, stop).await {
+                    Ok(upload) => upload.run().await,
+                    Err(error) => {
+                        warn!(terminal_session_id = %session_id, error = %error, "a recording that was left cannot be read");
+                    }
+                }
+            });
+        }
     }
 
     /// Begins a session: its shell runs when this returns.
     ///
     /// # Errors
-    /// `too_many_terminals`, `terminal_over`, `terminal_shell`.
-    pub fn begin(&self, task: &OpenTerminal, shell: &Shell, way: Arc<dyn Way>) -> Result<(), Failure> {
+    /// `too_many_terminals`, `terminal_over`, `recording_unavailable`, `terminal_shell`.
+    pub async fn begin(&self, task: &OpenTerminal, shell: &Shell, way: Arc<dyn Way>) -> Result<(), Failure> {
         let left = (task.ends_at - Utc::now()).to_std();
         let left = left.map_err(|_| Failure::new("terminal_over", "the session's lifetime is over"))?;
         let place = Place::take(self, task.session_id, task.allocation_id)?;
+        let (recorder, upload) = self.record(task, &way).await?;
         let failed = |error: pty_process::Error| Failure::new("terminal_shell", format!("no shell: {error}"));
         let (pty, child) = spawn(shell).map_err(failed)?;
         let (to_session, from_stream) = mpsc::channel(QUEUE);
@@ -81,8 +107,10 @@ impl Terminals {
         let over = CancellationToken::new();
         let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
         let stop = self.stop.clone();
-        let session = session::Session::new(pty, child, from_stream, to_stream, left, session::Ends { over, stop });
+        let ends = session::Ends { over, stop };
+        let session = session::Session::new(pty, child, recorder, from_stream, to_stream, left, ends);
         self.tasks.spawn(stream.run().in_current_span());
+        self.tasks.spawn(upload.run().in_current_span());
         self.tasks.spawn(
             async move {
                 session.run().await;
@@ -97,6 +125,28 @@ impl Terminals {
 }
 
 impl Terminals {
+    /// A session that must be recorded and cannot be does not begin.
+    async fn record(&self, task: &OpenTerminal, way: &Arc<dyn Way>) -> Result<(Recorder, Upload), Failure> {
+        let spools = self.spools.clone();
+        let (session_id, terms) = (task.session_id, task.recording);
+        let begin = move || {
+            let spool = spools.begin(session_id);
+            let mut recorder = Recorder::new(Arc::clone(&spool), terms, (COLUMNS, ROWS));
+            let begun = recorder.begin();
+            (spool, recorder, begun)
+        };
+        let begun = tokio::task::spawn_blocking(begin).await;
+        let unavailable = |why: String| Failure::new("recording_unavailable", format!("no recording: {why}"));
+        let (spool, recorder, begun) = begun.map_err(|error| unavailable(error.to_string()))?;
+        if let Err(why) = begun {
+            if terms.mode == Mode::Strict {
+                return Err(unavailable(why.to_string()));
+            }
+            warn!(terminal_session_id = %session_id, %why, "a terminal session cannot be recorded");
+        }
+        Ok((recorder, Upload::new(spool, Arc::clone(way), Arc::clone(&self.sends), self.stop.clone())))
+    }
+
     /// Says of sessions that an earlier life of the agent began that they are lost.
     pub async fn say_lost(&self, sessions: Vec<OpenTerminal>, way: &dyn Way) {
         let say = |session: OpenTerminal| async move {

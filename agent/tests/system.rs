@@ -21,6 +21,7 @@ use machine::{Seen, View};
 use uuid::Uuid;
 use wire::inventory::{Device, ExecutorKind};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
+use wire::recording::Terms;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 const STATE: &str = "/var/lib/gpuaas-agent";
@@ -462,7 +463,13 @@ fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
         let uid = node.make(id, NAME, &[0]);
         let ask = |allocation_id, user_name: &str| {
             let (session_id, ends_at) = (Uuid::from_u128(5), chrono::Utc::now());
-            node.system.shell(&OpenTerminal { session_id, allocation_id, user_name: user_name.into(), ends_at })
+            node.system.shell(&OpenTerminal {
+                session_id,
+                allocation_id,
+                user_name: user_name.into(),
+                ends_at,
+                recording: Terms::default(),
+            })
         };
         let shell = ask(id, NAME).unwrap();
         assert_eq!((shell.user, shell.folder.as_path()), (Some(uid), Path::new("/home/tena")));

@@ -14,6 +14,7 @@ mod node;
 mod overview;
 mod platform_role;
 mod policy;
+mod recording;
 mod routing;
 mod runtime;
 mod service_account;
@@ -155,6 +156,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/terminal-sessions"                  => terminal::list;
         Admin  Get      "/api/v1/admin/terminal-sessions/{id}"             => terminal::get, NotFound;
         Admin  PostOnce "/api/v1/admin/terminal-sessions/{id}/kill"        => terminal::kill, NotFound;
+
+        User   Get      "/api/v1/allocations/{id}/recordings"              => recording::of_allocation, NotFound;
+        User   Get      "/api/v1/recordings/{id}"                          => recording::get, NotFound;
+        User   Get      "/api/v1/recordings/{id}/asciicast"                => recording::download, NotFound;
+        Admin  Get      "/api/v1/admin/recordings"                         => recording::list;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -318,6 +318,9 @@ fn path_error(rejection: PathRejection) -> ApiError {
             ApiError::invalid_request(format!("Path parameter `{key}` must be of type {expected_type}."))
                 .detail("field", key.clone())
         }
+        ErrorKind::ParseErrorAtIndex { index, expected_type, .. } => {
+            ApiError::invalid_request(format!("Path parameter {} must be of type {expected_type}.", index + 1))
+        }
         ErrorKind::DeserializeError { key, message, .. } => {
             let expected = if message.contains("UUID") { "a UUID".to_owned() } else { printable(message) };
             ApiError::invalid_request(format!("Path parameter `{key}` cannot be read: expected {expected}."))
@@ -334,7 +337,6 @@ fn path_error(rejection: PathRejection) -> ApiError {
         }
         // The route and its handler disagree.
         ErrorKind::WrongNumberOfParameters { .. }
-        | ErrorKind::ParseErrorAtIndex { .. }
         | ErrorKind::ParseError { .. }
         | ErrorKind::UnsupportedType { .. }
         | _ => ApiError::internal(error.to_string()),

@@ -27,6 +27,7 @@ pub mod platform_roles;
 pub mod polls;
 pub mod probe;
 pub mod rate_limit;
+pub(crate) mod recording;
 pub mod runtime;
 pub mod secret_shape;
 pub mod services;

@@ -14,6 +14,7 @@ pub mod nonce;
 mod outcome;
 mod page;
 mod proof;
+mod recording;
 mod recovery;
 mod result;
 mod spoken;
@@ -34,7 +35,7 @@ use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use axum::{Extension, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
@@ -43,6 +44,7 @@ use domain::{Action, NodeId, Principal};
 use std::sync::Arc;
 use std::time::Duration;
 use tower_http::set_header::SetResponseHeaderLayer;
+use wire::recording::CHUNK_MOST;
 
 /// What the agent-facing routes share beside the [`Services`].
 #[derive(Clone)]
@@ -96,6 +98,9 @@ pub fn router(services: Services) -> Router {
     let reporting = Router::new()
         .route("/internal/v1/nodes/{id}/tasks/{task_id}/result", post(result::record))
         .route_layer(Extension(BodyLimit(RESULT_BYTES)));
+    let recording = Router::new()
+        .route("/internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}", put(recording::keep))
+        .route_layer(Extension(BodyLimit(CHUNK_MOST)));
     let streaming = Router::new().route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream));
     let waiting = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(wait::wait));
 
@@ -105,6 +110,7 @@ pub fn router(services: Services) -> Router {
     let routes = bounded(enrolling, within, Concurrency::at_most(256))
         .merge(bounded(speaking, within, Concurrency::at_most(1024)))
         .merge(bounded(reporting, within, Concurrency::at_most(1024)))
+        .merge(bounded(recording, within, Concurrency::at_most(256)))
         .merge(bounded(streaming, within, Concurrency::at_most(1024)))
         // A parked wait costs a few kilobytes, so there may be as many as there are connections.
         .merge(bounded(waiting, RequestTimeout(WAIT_WITHIN), Concurrency::at_most(65_536)))

@@ -75,11 +75,12 @@ fn task(order: &Order) -> Option<Task> {
             user_name: place.placed.user_name.clone(),
             authorized_keys: keys.iter().map(|key| key.public_key.clone()).collect(),
         }),
-        What::OpenTerminal { place, session_id, ends_at } => Task::OpenTerminal(OpenTerminal {
+        What::OpenTerminal { place, session_id, ends_at, recording } => Task::OpenTerminal(OpenTerminal {
             session_id: session_id.0,
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             ends_at: *ends_at,
+            recording: crate::recording::on_the_wire(*recording),
         }),
         What::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
         What::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
@@ -109,6 +110,7 @@ mod tests {
     use super::*;
     use domain::allocation::{AuthorizedKey, Placed};
     use domain::node::Work;
+    use domain::recording::{Mode, Terms};
     use domain::task_type::WhenStale;
     use domain::{AllocationId, Origin, SshKeyId, TaskId};
     use uuid::Uuid;
@@ -171,7 +173,8 @@ mod tests {
         let now = Timestamp::UNIX_EPOCH;
         let boot_id = Some(Uuid::from_u128(9).to_string());
         let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
-        let terminal = What::OpenTerminal { place: place(), session_id, ends_at: now };
+        let recording = Terms { mode: Mode::Strict, most_bytes: 7 };
+        let terminal = What::OpenTerminal { place: place(), session_id, ends_at: now, recording };
         let reconcile = What::ReconcileLogins { place: place(), keys: Vec::new() };
         let orders = [release(), What::Provision { place: place(), keys: Vec::new() }, reconcile, terminal]
             .into_iter()
@@ -222,9 +225,10 @@ mod tests {
         assert_eq!(release.task, Task::Release(expected));
         let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
         let ends_at = now + TimeDelta::hours(4);
+        let recording = Terms { mode: Mode::Strict, most_bytes: 7 };
         let open = payload(
             NodeId(Uuid::from_u128(1)),
-            &order(until, What::OpenTerminal { place: place(), session_id, ends_at }),
+            &order(until, What::OpenTerminal { place: place(), session_id, ends_at, recording }),
             now,
         );
         let expected = OpenTerminal {
@@ -232,6 +236,7 @@ mod tests {
             allocation_id: Uuid::from_u128(2),
             user_name: "gpu-2".into(),
             ends_at,
+            recording: wire::recording::Terms { mode: wire::recording::Mode::Strict, most_bytes: 7 },
         };
         assert_eq!((open.task, open.expires_at), (Task::OpenTerminal(expected), until));
     }

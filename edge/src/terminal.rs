@@ -11,6 +11,7 @@ mod seal;
 mod watch;
 
 use crate::polls::Polls;
+use crate::recording::Shelf;
 use crate::token::{self, Purpose, TokenHash};
 use dashmap::DashMap;
 use domain::TerminalSessionId;
@@ -43,6 +44,7 @@ struct Parts {
     waits: Polls<TerminalSessionId>,
     relay: Option<relay::Relay>,
     figures: Figures,
+    shelf: Shelf,
 }
 
 #[derive(Clone)]
@@ -94,11 +96,17 @@ impl Terminals {
             waits: Polls::default(),
             relay: bus.map(|bus| relay::Relay::new(bus, secret)),
             figures: Figures::register(registry)?,
+            shelf: Shelf::register(registry)?,
         })))
     }
 
     pub(crate) fn figures(&self) -> &Figures {
         &self.0.figures
+    }
+
+    /// Where recordings are taken in.
+    pub(crate) fn shelf(&self) -> &Shelf {
+        &self.0.shelf
     }
 
     /// Something happened to the session: whoever holds an end of it looks.
@@ -212,7 +220,7 @@ impl End {
             Up::Attached { attachment, .. } | Up::Output { attachment, .. } | Up::Taken { attachment, .. } => {
                 *attachment == user.attachment
             }
-            Up::Exited { .. } => true,
+            Up::Exited { .. } | Up::Recording { .. } => true,
             // The session's own machine says it, with the reason.
             Up::Lost => false,
         };

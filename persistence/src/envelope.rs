@@ -10,6 +10,10 @@
 //! # Sealed value, version 1
 //! `1 · length of key id · key id · nonce (12) · sealed data key (32 + 16) · nonce (12) · ciphertext + 16`.
 
+mod data_key;
+
+pub use data_key::DataKey;
+
 use aes_gcm::aead::{Aead, Generate, KeyInit, Payload};
 use aes_gcm::{Aes256Gcm, Key};
 use base64::Engine;

@@ -1,11 +1,12 @@
 //! What is sealed under which key of the key ring, and the way to another: everything that is sealed, wherever it lies.
 //!
-//! Two places hold sealed values: the table `secret`, whose rows are sealed anew here, each by itself, and allocations (the request as it
-//! came in), which are entities: those are only found here, and sealed anew by a command like every other change. So a run that is
-//! interrupted anywhere goes on with what is left.
+//! Three places hold sealed values: the tables `secret` and `recording` (of each recording its own key, under which its chunks are sealed),
+//! whose rows are sealed anew here, each by itself, and allocations (the request as it came in), which are entities: those are only found
+//! here, and sealed anew by a command like every other change. So a run that is interrupted anywhere goes on with what is left.
 
 use crate::envelope::{EnvelopeError, KeyRing, Place};
 use crate::error::{Doing, StoreError};
+use crate::recordings::key_place;
 use crate::secrets::{SecretError, place};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -15,6 +16,8 @@ use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use uuid::Uuid;
+
+const RECORDINGS_AT_ONCE: i64 = 200;
 
 /// How many values are sealed under a key.
 pub type Sealed = BTreeMap<String, u64>;
@@ -71,6 +74,8 @@ impl Rewrap {
         let rows = sqlx::query(
             "SELECT key_id, count(*) AS count FROM (
                  SELECT key_id FROM secret
+                 UNION ALL
+                 SELECT key_id FROM recording
                  UNION ALL
                  SELECT convert_from(substring(bytes FROM 3 FOR get_byte(bytes, 1)), 'UTF8')
                  FROM (
@@ -136,6 +141,48 @@ impl Rewrap {
             sealed_anew += written.rows_affected();
         }
         Ok(sealed_anew)
+    }
+
+    /// Seals the keys of recordings anew that another key than the active one has sealed, some at a time. Answers how many there were.
+    ///
+    /// # Errors
+    /// [`SecretError`]; what was sealed anew before stays so.
+    pub async fn recordings(&self) -> Result<u64, SecretError> {
+        const DOING: &str = "sealing the keys of recordings anew";
+        let (mut sealed_anew, mut after) = (0, Uuid::nil());
+        loop {
+            let rows = sqlx::query(
+                "SELECT session_id, key_enc FROM recording WHERE key_id <> $1 AND session_id > $2 ORDER BY session_id LIMIT $3",
+            )
+            .bind(self.ring.active())
+            .bind(after)
+            .bind(RECORDINGS_AT_ONCE)
+            .fetch_all(&self.pool)
+            .await
+            .doing(DOING)?;
+            if rows.is_empty() {
+                return Ok(sealed_anew);
+            }
+            for row in rows {
+                let (session, sealed): (Uuid, Vec<u8>) =
+                    (row.try_get("session_id").doing(DOING)?, row.try_get("key_enc").doing(DOING)?);
+                let name = session.to_string();
+                let anew = self.ring.reseal(&key_place(&name), &sealed);
+                let anew = anew.map_err(|source| SecretError::Sealed { name: format!("recording {name}"), source })?;
+                let written = sqlx::query(
+                    "UPDATE recording SET key_enc = $1, key_id = $2 WHERE session_id = $3 AND key_enc = $4",
+                )
+                .bind(anew)
+                .bind(self.ring.active())
+                .bind(session)
+                .bind(sealed)
+                .execute(&self.pool)
+                .await
+                .doing(DOING)?;
+                sealed_anew += written.rows_affected();
+                after = session;
+            }
+        }
     }
 
     /// Allocations whose request another key than the active one has sealed, in the order of their ids, after `after`.

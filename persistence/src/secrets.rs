@@ -3,6 +3,7 @@
 
 use crate::envelope::{EnvelopeError, KeyRing, Place};
 use crate::error::{Doing, StoreError};
+use crate::recordings::Recordings;
 use crate::rewrap::Rewrap;
 use domain::machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
@@ -51,6 +52,12 @@ impl Secrets {
     #[must_use]
     pub fn rewrap(&self) -> Rewrap {
         Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
+    }
+
+    /// The recordings of terminal sessions.
+    #[must_use]
+    pub fn recordings(&self) -> Recordings {
+        Recordings::new(self.pool.clone(), Arc::clone(&self.ring))
     }
 
     /// The secret of that name, where there is one.

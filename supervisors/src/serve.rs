@@ -15,6 +15,7 @@ use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
+use crate::workers::recordings::Retention;
 use crate::workers::relay::Relay;
 use crate::workers::rewrap::Rewrapper;
 use crate::workers::{figures, housekeeping, policy, timers};
@@ -338,6 +339,11 @@ impl Process {
         let rewrapper = (Arc::new(rewrapper), self.bus.clone());
         works.insert("rewrap", work(&rewrapper, |(rewrapper, _)| async move { rewrapper.run().await }));
         works.insert("rewrap-words", work(&rewrapper, |(rewrapper, bus)| async move { rewrapper.listen(bus).await }));
+        let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
+        let (recordings, world) =
+            (self.keeper.secrets.recordings(), Arc::clone(&self.here) as Arc<dyn actors::ports::World>);
+        let retention = Arc::new(Retention::new(self.directory.clone(), host, reads, recordings, world)?);
+        works.insert("recordings", work(&retention, |retention| async move { retention.run().await }));
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",

@@ -56,6 +56,7 @@ pub const TREE: &[Row] = &[
     row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
     row("sweep", "entities", &[Role::Entities], BOUNDED, "forgets old command ids, makes partitions ahead"),
+    row("recordings", "entities", &[Role::Entities], BOUNDED, "deletes recordings of terminals that are too old"),
     row("rewrap", "entities", &[Role::Entities], BOUNDED, "seals anew what a key of the key ring has sealed that goes"),
     row("rewrap-words", "rewrap", &[Role::Entities], ALWAYS, "hears that a key of the key ring was put to use"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
@@ -91,7 +92,7 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep", "rewrap"];
+pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.

@@ -10,6 +10,7 @@ pub mod pace;
 pub mod policy;
 pub mod provisioning;
 pub mod reactor;
+pub mod recordings;
 pub mod relay;
 pub mod rewrap;
 mod terminals;

@@ -49,6 +49,10 @@ async fn a_generated_client_runs_the_main_job() {
     // Warnings fail it: what the generator leaves out, a client does not have.
     generate.args(["generate", "--meta", "none", "--overwrite", "--fail-on-warning", "--path"]).arg(&described);
     generate.arg("--output-path").arg(client.join("gpuaas_api"));
+    // A recording is a file to it, as to everybody.
+    let config = folder.path().join("generator.yaml");
+    std::fs::write(&config, "content_type_overrides:\n  application/x-asciicast: application/octet-stream\n").unwrap();
+    generate.arg("--config").arg(&config);
     // It formats what it made with the ruff beside it.
     let beside = python_program("ruff");
     let path = std::env::var("PATH").unwrap_or_default();

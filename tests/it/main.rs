@@ -24,6 +24,7 @@ mod policy;
 mod probe;
 mod rate_limit;
 mod readme;
+mod recording;
 mod recovery;
 mod recovery_faults;
 mod release;

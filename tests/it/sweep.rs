@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use supervisors::dev::identity::Person;
 use tests::world::client::{Client, answer_to};
 use tests::world::hand::{HandAgent, Showing, anonymous};
-use tests::world::{REGION, World, id_of, ssh_public_key};
+use tests::world::{PATIENCE, REGION, World, id_of, ssh_public_key};
 use uuid::Uuid;
 
 const ACCOUNTS: &str = "/api/v1/service-accounts";
@@ -123,6 +123,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let alive = world.rent("swept-alive", 1).await;
     alive.expect_state("active").await;
     let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
+    recorded(world, terminal.session).await;
     let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
@@ -143,9 +144,19 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/recordings/{id}", terminal.session),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
     ]
+}
+
+/// Waits for the first that is recorded of a shell.
+async fn recorded(world: &World, session: Uuid) {
+    let until = std::time::Instant::now() + PATIENCE;
+    while !world.user.get(&format!("/api/v1/recordings/{session}")).await.status.is_success() {
+        assert!(std::time::Instant::now() < until, "nothing is recorded of {session}");
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
 }
 
 /// The path with an existing thing in it.
@@ -317,7 +328,7 @@ async fn every_route_of_the_node_api_is_a_nodes_own() {
     for route in PAGE {
         let (method, path) = (Method::from_bytes(route.method.as_bytes()).unwrap(), route.path);
         let path = path.trim_start_matches("/internal/v1/nodes/{id}/").replace("{task_id}", &Uuid::nil().to_string());
-        let path = path.replace("{session_id}", &Uuid::nil().to_string());
+        let path = path.replace("{session_id}", &Uuid::nil().to_string()).replace("{seq}", "0");
         let path = if path.ends_with("/wait") { format!("{path}?timeout_seconds=1") } else { path };
         let (none, others) = (&nobody, other.client_without_pool());
         let removeds = removed.client_without_pool();
@@ -328,6 +339,11 @@ async fn every_route_of_the_node_api_is_a_nodes_own() {
         for (http, at) in tries {
             let request = agent.request_with(http, at, method.clone(), &path);
             let request = if method == Method::POST { request.json(&body_of(&path, &agent)) } else { request };
+            let request = if method == Method::PUT {
+                request.header("content-type", "application/octet-stream").body("frames")
+            } else {
+                request
+            };
             let answer = answer_to(request).await.unwrap_or_else(|error| panic!("{path}: no answer: {error:?}"));
             if answer.status.is_client_error() {
                 answer.in_envelope();

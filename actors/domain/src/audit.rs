@@ -75,6 +75,9 @@ actions! {
     TerminalsRefuseToken "terminals.refuse_token": "a terminal token was refused, with its true cause; at most one row a minute and session";
     TerminalsClose "terminals.close": "a terminal session ended by itself, with its allocation, or at its lifetime";
     TerminalsKill "terminals.kill": "an administrator closed a terminal session";
+    TerminalsChangeRecording "terminals.change_recording": "a policy switched the recording of a living session on or off, or changed its mode or bound";
+    TerminalsReadRecording "terminals.read_recording": "somebody read a session's recording, before the first byte went out";
+    TerminalsForgetRecording "terminals.forget_recording": "a session's recording was older than it is kept, and is deleted";
 
     SkusCreate "skus.create": "an administrator made a catalog entry";
     SkusUpdate "skus.update": "an administrator revised a catalog entry";

@@ -160,6 +160,9 @@ pub enum Action {
     OpenTerminals,
     /// See everybody's terminal sessions, and close them.
     OperateTerminals,
+    /// Read the recordings of one's own terminal sessions; an administrator anybody's. A service account reads none. The machine
+    /// checks whose it is.
+    ReadRecordings,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -172,7 +175,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -187,6 +190,7 @@ impl Action {
         Self::Release,
         Self::OpenTerminals,
         Self::OperateTerminals,
+        Self::ReadRecordings,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -208,7 +212,7 @@ impl Action {
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
-            Self::KeepServiceAccounts | Self::OpenTerminals => Rule::Person,
+            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }

@@ -10,6 +10,7 @@ use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
 use crate::policy;
+use crate::recording::Terms;
 use crate::terminal_session;
 use serde::{Deserialize, Serialize};
 
@@ -140,6 +141,9 @@ pub enum Event {
         ends_at: Timestamp,
         /// From then on nobody waits for it.
         begin_until: Timestamp,
+        /// Absent from the release before.
+        #[serde(default)]
+        recording: Terms,
     },
     TerminalClosed {
         session_id: TerminalSessionId,
@@ -382,8 +386,9 @@ impl Event {
             Self::LoginsWritten { node_id, allocation_id, revision } => {
                 Reaction::Allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
-            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until } => {
-                Reaction::Node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until })
+            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until, recording } => {
+                let open = ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording };
+                Reaction::Node(node_id, open)
             }
             Self::TerminalFailed { session_id, node_id, reason } => {
                 Reaction::Terminal(session_id, terminal_session::Command::Fail { node_id, code: reason })
@@ -407,6 +412,7 @@ impl Event {
 mod tests {
     use super::*;
     use crate::machine::Command as _;
+    use crate::recording::Mode;
     use std::collections::BTreeSet;
     use std::fmt::Write as _;
     use uuid::Uuid;
@@ -460,6 +466,7 @@ mod tests {
                 node_id,
                 ends_at: deadline_at,
                 begin_until: deadline_at,
+                recording: Terms { mode: Mode::Strict, most_bytes: 1 },
             },
             Event::TerminalClosed { session_id, allocation_id, node_id, reason: text() },
             Event::LoginsStale { allocation_id, user_id: text() },

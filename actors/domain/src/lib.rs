@@ -26,6 +26,7 @@ pub mod node;
 pub mod placement;
 pub mod policy;
 pub mod rate_limit;
+pub mod recording;
 pub mod redact;
 pub mod runtime;
 pub mod service_account;

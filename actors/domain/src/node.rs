@@ -31,6 +31,7 @@ use crate::authz::Action;
 use crate::event::{Device, Event};
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::recording::Terms;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -297,6 +298,8 @@ pub enum Command {
         allocation_id: AllocationId,
         ends_at: Timestamp,
         begin_until: Timestamp,
+        #[serde(default)]
+        recording: Terms,
     },
     /// A terminal session is over.
     ForgetTerminal {
@@ -623,8 +626,8 @@ impl Node {
             }
             Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
             Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Command::OpenTerminal { session_id, allocation_id, ends_at, begin_until } => {
-                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, ctx))
+            Command::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
+                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
             }
             Command::ForgetTerminal { session_id, allocation_id } => {
                 Ok(self.forget_terminal(session_id, allocation_id))

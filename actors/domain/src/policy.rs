@@ -121,8 +121,12 @@ policy_keys! {
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";
-    TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Sessions are recorded.";
-    TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails.";
+    TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Terminal sessions are recorded: what is shown, never what is typed.";
+    TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails: the session goes on and the recording says what is missing, or nothing is shown that is not recorded.";
+    TerminalRecordingMaxSession = "terminal.recording_max_session_mib": int(64, 1, 4096), "Longest recording of one session.";
+    TerminalRecordingMaxUser = "terminal.recording_max_user_mib": int(4096, 1, 1_048_576), "Recordings that are kept of one user; over it recording fails.";
+    TerminalRecordingMaxTotal = "terminal.recording_max_total_mib": int(65_536, 1, 16_777_216), "Recordings that are kept altogether; over it recording fails.";
+    TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
     NotificationLowBalance = "notification.low_balance_enabled": switch(true), "Low-balance alerts.";
     NotificationBalanceDepleted = "notification.balance_depleted_enabled": switch(true), "Depletion alerts.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";

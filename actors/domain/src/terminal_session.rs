@@ -16,9 +16,12 @@ use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, TerminalSessionId};
 use crate::machine::{self, Ctx, Deadline, Effect, Keys, Machine, Refused, Step, Timestamp};
 use crate::policy::{self, Scopes};
+use crate::recording::Terms;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt;
+
+mod recorded;
 
 /// A session, from its first token to its tombstone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +42,24 @@ pub struct TerminalSession {
     pub spent: Vec<Digest>,
     #[serde(default)]
     pub refusals: Refusals,
+    /// On which terms it is recorded at this moment.
+    #[serde(default)]
+    pub recording: Terms,
+    #[serde(default)]
+    pub tape: Tape,
+}
+
+/// What is there of its recording.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tape {
+    /// It was never recorded.
+    #[default]
+    Blank,
+    /// Some of it at least was to be recorded.
+    Used,
+    /// It was kept as long as recordings are.
+    Forgotten,
 }
 
 /// Whose it is, with the scopes in which its policies are resolved.
@@ -174,6 +195,12 @@ pub enum Command {
     },
     /// Its allocation is being given back.
     Revoke,
+    /// A policy about recordings may have changed.
+    HeedPolicy,
+    /// Somebody wants to read its recording.
+    ReadRecording,
+    /// Its recording is older than it is kept.
+    ForgetRecording,
     Tick,
 }
 
@@ -189,6 +216,9 @@ impl machine::Command for Command {
             Self::Fail { .. } => "fail",
             Self::Kill { .. } => "kill",
             Self::Revoke => "revoke",
+            Self::HeedPolicy => "heed_policy",
+            Self::ReadRecording => "read_recording",
+            Self::ForgetRecording => "forget_recording",
             Self::Tick => "tick",
         }
     }
@@ -198,9 +228,14 @@ impl machine::Command for Command {
             Self::Open { .. } | Self::IssueToken { .. } => Action::OpenTerminals,
             Self::Kill { .. } => Action::OperateTerminals,
             Self::End { .. } | Self::Lose => Action::SpeakForNode,
-            Self::Attach { .. } | Self::Detach { .. } | Self::Fail { .. } | Self::Revoke | Self::Tick => {
-                Action::Advance
-            }
+            Self::ReadRecording => Action::ReadRecordings,
+            Self::Attach { .. }
+            | Self::Detach { .. }
+            | Self::Fail { .. }
+            | Self::Revoke
+            | Self::HeedPolicy
+            | Self::ForgetRecording
+            | Self::Tick => Action::Advance,
         }
     }
 
@@ -215,13 +250,15 @@ pub enum Reply {
     /// Until when the token can be used.
     Issued {
         expires_at: Timestamp,
+        #[serde(default)]
+        recording: Terms,
     },
     /// The connection is let in under this number.
     Attached {
         attachment: u32,
         session: Box<TerminalSession>,
     },
-    /// To an administrator: the session as it stands.
+    /// The session as it stands.
     Session {
         session: Box<TerminalSession>,
     },
@@ -347,6 +384,7 @@ impl TerminalSession {
         };
         let scopes = owner.scopes();
         let expires_at = ctx.now + ctx.policy.seconds(policy::Key::TerminalTokenTtl, &scopes, ctx.now);
+        let recording = Terms::by_policy(ctx.policy, &scopes, ctx.now);
         let session = Self {
             id: TerminalSessionId(ctx.id),
             allocation_id,
@@ -359,16 +397,20 @@ impl TerminalSession {
             token: Some(Token { sha256: token_sha256, expires_at }),
             spent: Vec::new(),
             refusals: Refusals::default(),
+            recording,
+            tape: if recording.is_on() { Tape::Used } else { Tape::Blank },
         };
-        let audit = session.audit(AuditAction::TerminalsOpen, &json!({ "node_id": node_id }));
+        let audit =
+            session.audit(AuditAction::TerminalsOpen, &json!({ "node_id": node_id, "recording": recording.mode }));
         let opened = Event::TerminalOpened {
             session_id: session.id,
             allocation_id,
             node_id,
             ends_at: session.ends_at,
             begin_until: expires_at,
+            recording,
         };
-        Ok(Step::to(session, Reply::Issued { expires_at }, "opened by the allocation's user")
+        Ok(Step::to(session, Reply::Issued { expires_at, recording }, "opened by the allocation's user")
             .event(opened)
             .audit(audit)
             .resting_on(active))
@@ -409,6 +451,9 @@ impl TerminalSession {
             Command::Revoke => {
                 Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx))
             }
+            Command::HeedPolicy => Ok(self.heed_policy(ctx)),
+            Command::ReadRecording => self.read_recording(ctx),
+            Command::ForgetRecording => Ok(self.forget_recording()),
             Command::Tick => Ok(self.tick(ctx)),
         }
     }
@@ -426,9 +471,13 @@ impl TerminalSession {
             *until = expires_at;
         }
         let audit = self.audit(AuditAction::TerminalsIssueToken, &json!({}));
-        Ok(Step::to(next, Reply::Issued { expires_at }, "a token to connect again was issued")
-            .audit(audit)
-            .resting_on(active))
+        Ok(Step::to(
+            next,
+            Reply::Issued { expires_at, recording: self.recording },
+            "a token to connect again was issued",
+        )
+        .audit(audit)
+        .resting_on(active))
     }
 
     fn attach(&self, shown: Digest, active: Footing, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {

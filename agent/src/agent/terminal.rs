@@ -5,6 +5,7 @@ use std::sync::Arc;
 use chrono::Utc;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use reqwest::StatusCode;
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -20,7 +21,7 @@ use wire::terminal::MESSAGE;
 use super::Agent;
 use crate::api::tls_as_node;
 use crate::executor::{Failure, Output};
-use crate::terminal::{NoStream, Socket, Way};
+use crate::terminal::{NoStream, NotSent, Socket, Way};
 
 impl Agent {
     pub(super) async fn open_terminal(self: &Arc<Self>, task: &OpenTerminal) -> Result<Output, Failure> {
@@ -29,12 +30,21 @@ impl Agent {
         let shell = shell.unwrap_or_else(|panic| {
             Err(Failure::new("executor_panicked", format!("the executor ended without an answer: {panic}")))
         })?;
-        self.terminals.begin(task, &shell, Arc::new(OwnWay(Arc::clone(self))))?;
+        self.terminals.begin(task, &shell, self.own_way()).await?;
         Ok(Output::new())
     }
 }
 
 impl Agent {
+    /// Recordings that an earlier agent has left are sent.
+    pub(super) fn send_recordings_left(self: &Arc<Self>) {
+        self.terminals.send_what_is_left(&self.own_way());
+    }
+
+    fn own_way(self: &Arc<Self>) -> Arc<dyn Way> {
+        Arc::new(OwnWay(Arc::clone(self)))
+    }
+
     /// A shell does not outlive its agent: those of the agent's life before are lost, and nobody has said so.
     pub(super) fn say_what_is_lost(self: &Arc<Self>) {
         let lost = self.journal.terminals_begun(Utc::now());
@@ -82,6 +92,22 @@ impl Way for OwnWay {
                 Err(Error::Http(answer)) => Err(NoStream::Cut(format!("answered {}", answer.status()))),
                 Err(error) => Err(cut(&error)),
             }
+        }
+        .boxed()
+    }
+
+    fn send_recorded(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> BoxFuture<'_, Result<(), NotSent>> {
+        async move {
+            let sent = self.0.api().put_recorded(session_id, seq, frames).await;
+            sent.map(|_| ()).map_err(|error| match error.status() {
+                Some(StatusCode::BAD_REQUEST | StatusCode::CONFLICT | StatusCode::PAYLOAD_TOO_LARGE) => {
+                    NotSent::Refused(crate::chain(&error))
+                }
+                // A replica of the release before knows no recordings, and says so without naming the session.
+                Some(StatusCode::NOT_FOUND) if error.names("session_id") => NotSent::Refused(crate::chain(&error)),
+                // An identity that has expired is renewed by other parts of the agent.
+                Some(_) | None => NotSent::Later { after: error.retry_after(), why: crate::chain(&error) },
+            })
         }
         .boxed()
     }

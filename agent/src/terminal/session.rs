@@ -15,12 +15,14 @@ use pty_process::{OwnedReadPty, OwnedWritePty, Pty, Size};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Child;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, interval, sleep, sleep_until};
+use tokio::time::{Instant, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
+use wire::recording::Mode;
 use wire::terminal::{CHUNK, Down, Exit, INPUT_WINDOW, KEPT, OUTPUT_WINDOW, Up};
 
 use super::output::Output;
+use super::recording::{Came, Recorder};
 
 /// How long after its shell's end the rest of the output is waited for: something in the background may hold the terminal open.
 const REST: Duration = Duration::from_millis(250);
@@ -34,6 +36,9 @@ const SAID_AGAIN: Duration = Duration::from_secs(1);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Between asking the processes to end and ending them.
 const GRACE: Duration = Duration::from_secs(2);
+
+/// How long the end of a recording may take to be written.
+const RECORDS_WITHIN: Duration = Duration::from_secs(2);
 
 /// What the stream brings.
 #[derive(Debug)]
@@ -49,6 +54,9 @@ pub(super) struct Session {
     child: Child,
     pid: Option<Pid>,
     output: Output,
+    recorder: Recorder,
+    /// How it is recorded, where that has changed and was not said yet.
+    recording: Option<Mode>,
     connected: Option<Connected>,
     /// The last one's number: what comes from an earlier one is late.
     newest: u32,
@@ -110,6 +118,7 @@ impl Session {
     pub(super) fn new(
         pty: Pty,
         child: Child,
+        recorder: Recorder,
         heard: mpsc::Receiver<Heard>,
         say: mpsc::Sender<Up>,
         left: Duration,
@@ -124,6 +133,8 @@ impl Session {
             child,
             pid,
             output: Output::keeping(KEPT),
+            recorder,
+            recording: None,
             connected: None,
             newest: 0,
             acknowledged: 0,
@@ -140,7 +151,10 @@ impl Session {
     }
 
     pub(super) async fn run(mut self) {
-        match self.live().await {
+        let end = self.live().await;
+        // A disk that hangs keeps nobody waiting.
+        let _ = timeout(RECORDS_WITHIN, self.recorder.finish()).await;
+        match end {
             End::Exited(exit) => self.say_until_heard(&Up::Exited { exit }).await,
             End::Told => {
                 let exit = self.end_processes().await;
@@ -197,17 +211,22 @@ impl Session {
                 },
                 permit = say.reserve(), if self.has_to_say() => {
                     let Ok(permit) = permit else { return End::Over };
-                    if let Some(up) = next_words(&mut self.connected, &self.output) {
+                    if let Some(up) = next_words(&mut self.connected, &mut self.recording, &self.output) {
                         permit.send(up);
                     }
                 }
                 read = read(&mut self.reader, &mut buffer, read_after), if may_read => {
                     match read {
-                        Ok(length @ 1..) => self.said(&buffer[..length]),
+                        Ok(length @ 1..) => self.recorder.output(&buffer[..length]),
                         // EIO: every process of the terminal has closed it.
                         Ok(0) | Err(_) => self.silent = true,
                     }
                 }
+                came = self.recorder.comes(), if self.recorder.is_busy() => match came {
+                    Came::Show(bytes) => self.said(&bytes),
+                    Came::Ended => self.recording = Some(Mode::Off),
+                    Came::MustEnd => return End::Told,
+                },
                 written = self.writer.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.took(written.ok()),
                 status = self.child.wait(), if self.exit.is_none() => self.exited(status.ok()),
                 () = sleep_until(rest_until.unwrap_or_else(Instant::now)), if rest_until.is_some() => self.silent = true,
@@ -217,13 +236,16 @@ impl Session {
     }
 
     fn may_read(&self) -> bool {
-        !self.silent && (self.connected.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
+        !self.silent
+            && self.recorder.has_room()
+            && (self.connected.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
     }
 
     fn has_to_say(&self) -> bool {
+        let is_new = self.recording.is_some();
         self.connected
             .as_ref()
-            .is_some_and(|it| it.answer.is_some() || it.next < self.output.end() || it.has_taken_much())
+            .is_some_and(|it| is_new || it.answer.is_some() || it.next < self.output.end() || it.has_taken_much())
     }
 
     /// The end of the wait for what the terminal still has to say after its shell's end.
@@ -237,7 +259,7 @@ impl Session {
             Some(_) => !self.has_to_say(),
             None => self.exited_at.is_some_and(|at| at.elapsed() >= LINGER),
         };
-        self.exit.filter(|_| self.silent && heard_out)
+        self.exit.filter(|_| self.silent && self.recorder.is_settled() && heard_out)
     }
 
     fn hear(&mut self, said: Down) {
@@ -255,7 +277,14 @@ impl Session {
                 self.acknowledged = self.acknowledged.max(position.min(sent));
             }
             Down::Resize { columns, rows } => {
-                let _ = self.writer.resize(Size::new(rows.max(1), columns.max(1)));
+                let (columns, rows) = (columns.max(1), rows.max(1));
+                let _ = self.writer.resize(Size::new(rows, columns));
+                self.recorder.resize(columns, rows);
+            }
+            Down::Record { terms } => {
+                if self.recorder.change(terms) {
+                    self.recording = Some(self.recorder.mode());
+                }
             }
             Down::Attach { .. } | Down::Detach { .. } | Down::Input { .. } | Down::Ack { .. } | Down::Close => {}
         }
@@ -340,10 +369,13 @@ fn exit_of(status: Option<ExitStatus>) -> Exit {
 }
 
 /// What is to be said next to the one who is connected.
-fn next_words(connected: &mut Option<Connected>, output: &Output) -> Option<Up> {
+fn next_words(connected: &mut Option<Connected>, recording: &mut Option<Mode>, output: &Output) -> Option<Up> {
     let connected = connected.as_mut()?;
     if let Some(answer) = connected.answer.take() {
         return Some(answer);
+    }
+    if let Some(mode) = recording.take() {
+        return Some(Up::Recording { mode });
     }
     let attachment = connected.attachment;
     if connected.has_taken_much() {

@@ -41,6 +41,18 @@ pub enum NoStream {
 /// The way to the control plane, as the node that it is at that moment.
 pub trait Way: Send + Sync + 'static {
     fn open(&self, session_id: Uuid) -> BoxFuture<'_, Result<Socket, NoStream>>;
+
+    /// Sends a chunk of the session's recording; it is kept when this says so.
+    fn send_recorded(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> BoxFuture<'_, Result<(), NotSent>>;
+}
+
+/// Why a chunk is not kept.
+#[derive(Debug)]
+pub enum NotSent {
+    /// For good.
+    Refused(String),
+    /// For now.
+    Later { why: String, after: Option<Duration> },
 }
 
 /// Says of a session of before that it is lost, until somebody has heard it, knows it, or `until` has come.

@@ -14,6 +14,7 @@
 //! | [`keys`] | whose task signatures an agent accepts, and how that changes |
 //! | [`proof`] | the signed report that a tenant's traces are gone |
 //! | [`terminal`] | a terminal's two ends |
+//! | [`recording`] | what is recorded of a terminal |
 //! | [`error`] | the error envelope of every refused request |
 
 mod base64_bytes;
@@ -25,6 +26,7 @@ pub mod heartbeat;
 pub mod inventory;
 pub mod keys;
 pub mod proof;
+pub mod recording;
 pub mod secret;
 pub mod task;
 pub mod terminal;

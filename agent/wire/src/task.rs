@@ -115,6 +115,9 @@ pub struct OpenTerminal {
     pub user_name: String,
     /// The session's lifetime: from then on the agent keeps nothing of it, whoever says what.
     pub ends_at: DateTime<Utc>,
+    /// On which terms it is recorded; a control plane that says nothing wants no recording.
+    #[serde(default)]
+    pub recording: crate::recording::Terms,
 }
 
 impl Task {

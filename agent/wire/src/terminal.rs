@@ -4,6 +4,7 @@
 //! Output is counted in bytes from the session's beginning. So an end that was cut off says how far it came, and goes on from there as
 //! long as the agent still has it. Numbers are big-endian; a text in the fields is none.
 
+use crate::recording::{Mode, Terms};
 use serde::{Deserialize, Serialize};
 
 /// Output that may be on its way without being acknowledged. Past it the shell is read no further, and its program waits.
@@ -53,6 +54,10 @@ pub enum Down {
     },
     /// The session is over: its processes are to end.
     Close,
+    /// From now on it is recorded on these terms.
+    Record {
+        terms: Terms,
+    },
 }
 
 /// From the agent.
@@ -78,6 +83,10 @@ pub enum Up {
     Exited {
         exit: Exit,
     },
+    /// What is shown from here on is recorded so.
+    Recording {
+        mode: Mode,
+    },
     /// The agent was stopped, or started anew: the program went with it, and nobody knows how it ended.
     Lost,
 }
@@ -102,11 +111,13 @@ const INPUT: u8 = 4;
 const ACK: u8 = 5;
 const RESIZE: u8 = 6;
 const CLOSE: u8 = 7;
+const RECORD: u8 = 8;
 const ATTACHED: u8 = 129;
 const OUTPUT: u8 = 130;
 const TAKEN: u8 = 131;
 const EXIT_CODE: u8 = 132;
 const EXIT_SIGNAL: u8 = 133;
+const RECORDING: u8 = 134;
 const LOST: u8 = 140;
 
 impl Down {
@@ -122,6 +133,7 @@ impl Down {
             Self::Ack { attachment, position } => joined(ACK, &[&attachment.to_be_bytes(), &position.to_be_bytes()]),
             Self::Resize { columns, rows } => joined(RESIZE, &[&columns.to_be_bytes(), &rows.to_be_bytes()]),
             Self::Close => vec![CLOSE],
+            Self::Record { terms } => joined(RECORD, &[&[byte_of(terms.mode)], &terms.most_bytes.to_be_bytes()]),
         }
     }
 
@@ -137,6 +149,7 @@ impl Down {
             ACK => Self::Ack { attachment: reader.u32()?, position: reader.u64()? },
             RESIZE => Self::Resize { columns: reader.u16()?, rows: reader.u16()? },
             CLOSE => Self::Close,
+            RECORD => Self::Record { terms: Terms { mode: reader.mode()?, most_bytes: reader.u64()? } },
             _ => return Err(Malformed(message.len())),
         };
         reader.end().map(|()| read)
@@ -156,6 +169,7 @@ impl Up {
             Self::Taken { attachment, bytes } => joined(TAKEN, &[&attachment.to_be_bytes(), &bytes.to_be_bytes()]),
             Self::Exited { exit: Exit::Code(code) } => joined(EXIT_CODE, &[&code.to_be_bytes()]),
             Self::Exited { exit: Exit::Signal(signal) } => joined(EXIT_SIGNAL, &[&signal.to_be_bytes()]),
+            Self::Recording { mode } => vec![RECORDING, byte_of(*mode)],
             Self::Lost => vec![LOST],
         }
     }
@@ -170,10 +184,19 @@ impl Up {
             TAKEN => Self::Taken { attachment: reader.u32()?, bytes: reader.u64()? },
             EXIT_CODE => Self::Exited { exit: Exit::Code(i32::from_be_bytes(reader.take()?)) },
             EXIT_SIGNAL => Self::Exited { exit: Exit::Signal(i32::from_be_bytes(reader.take()?)) },
+            RECORDING => Self::Recording { mode: reader.mode()? },
             LOST => Self::Lost,
             _ => return Err(Malformed(message.len())),
         };
         reader.end().map(|()| read)
+    }
+}
+
+const fn byte_of(mode: Mode) -> u8 {
+    match mode {
+        Mode::Off => 0,
+        Mode::BestEffort => 1,
+        Mode::Strict => 2,
     }
 }
 
@@ -217,6 +240,15 @@ impl<'a> Reader<'a> {
         self.take().map(u64::from_be_bytes)
     }
 
+    fn mode(&mut self) -> Result<Mode, Malformed> {
+        match self.take()? {
+            [0] => Ok(Mode::Off),
+            [1] => Ok(Mode::BestEffort),
+            [2] => Ok(Mode::Strict),
+            [_] => Err(Malformed(self.whole)),
+        }
+    }
+
     fn rest(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.left).to_vec()
     }
@@ -232,6 +264,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn a_mode() -> impl Strategy<Value = Mode> {
+        prop_oneof![Just(Mode::Off), Just(Mode::BestEffort), Just(Mode::Strict)]
+    }
+
     fn a_down() -> impl Strategy<Value = Down> {
         let bytes = || prop::collection::vec(any::<u8>(), 0..200);
         prop_oneof![
@@ -241,6 +277,7 @@ mod tests {
             (any::<u32>(), any::<u64>()).prop_map(|(attachment, position)| Down::Ack { attachment, position }),
             (any::<u16>(), any::<u16>()).prop_map(|(columns, rows)| Down::Resize { columns, rows }),
             Just(Down::Close),
+            (a_mode(), any::<u64>()).prop_map(|(mode, most_bytes)| Down::Record { terms: Terms { mode, most_bytes } }),
         ]
     }
 
@@ -260,6 +297,7 @@ mod tests {
             (any::<u32>(), any::<u64>()).prop_map(|(attachment, bytes)| Up::Taken { attachment, bytes }),
             any::<i32>().prop_map(|code| Up::Exited { exit: Exit::Code(code) }),
             any::<i32>().prop_map(|signal| Up::Exited { exit: Exit::Signal(signal) }),
+            a_mode().prop_map(|mode| Up::Recording { mode }),
             Just(Up::Lost),
         ]
     }

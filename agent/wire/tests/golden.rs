@@ -18,6 +18,7 @@ use wire::heartbeat::{
 use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
+use wire::recording::{Mode, Terms};
 use wire::task::{
     Device, OpenTerminal, Provision, ReconcileSshKeys, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload,
     TaskResult, TaskStatus,
@@ -268,6 +269,7 @@ fn open_terminal_payload() {
         allocation_id: id(3),
         user_name: "gpu-3f2a".into(),
         ends_at: at(14_400),
+        recording: Terms { mode: Mode::Strict, most_bytes: 67_108_864 },
     })));
 }
 

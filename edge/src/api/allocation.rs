@@ -238,7 +238,7 @@ fn shown(services: &Services, status: StatusCode, replayed: Replayed, it: &Alloc
 }
 
 /// The allocation, where the caller may see it: other people's do not exist for them.
-async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Allocation>, ApiError> {
+pub(super) async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Allocation>, ApiError> {
     let found = current::<Allocation>(services, id).await?;
     let may_see = |found: &Current<Allocation>| asking.is_admin() || found.it.asked.user_id == asking.caller.user_id;
     found.filter(may_see).ok_or_else(|| ApiError::not_found("allocation"))

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::commit::Footing;
+use domain::recording::Mode;
 use domain::tenant::{self, AskedScopes, Tenant};
 use domain::terminal_session::{self, CloseReason, Command, Digest, Exit, Reply, TerminalSession};
 use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
@@ -48,6 +49,28 @@ pub(super) struct IssuedTerminalToken {
     /// Until when it can be used.
     expires_at: DateTime<Utc>,
     websocket_url: String,
+    recording: RecordingMode,
+}
+
+/// Whether what a terminal shows is recorded. What is typed never is, unless the terminal shows it.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum RecordingMode {
+    Off,
+    /// As far as that can be done; where something is missing, the recording says so.
+    BestEffort,
+    /// All of it: the terminal waits where it cannot be recorded.
+    Strict,
+}
+
+impl From<Mode> for RecordingMode {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Off => Self::Off,
+            Mode::BestEffort => Self::BestEffort,
+            Mode::Strict => Self::Strict,
+        }
+    }
 }
 
 /// The states of a terminal session.
@@ -87,6 +110,7 @@ pub(super) struct TerminalSessionView {
     exit: Option<TerminalExitView>,
     /// How many connections were let in.
     attachments: u32,
+    recording: RecordingMode,
     opened_at: DateTime<Utc>,
     /// When it is closed whatever it does.
     ends_at: DateTime<Utc>,
@@ -150,12 +174,13 @@ pub(super) async fn issue_token(
         None => Command::Open { allocation_id: allocation.it.id, node_id, token_sha256, active },
     };
     let answered = asking.ask_unstored::<TerminalSession>(session, command).await?;
-    let Reply::Issued { expires_at } = answered.reply else { return Err(unexpected()) };
+    let Reply::Issued { expires_at, recording } = answered.reply else { return Err(unexpected()) };
     let issued = IssuedTerminalToken {
         token: token.expose_secret().to_owned(),
         session_id: session,
         expires_at,
         websocket_url: services.addresses.terminal_url.clone(),
+        recording: recording.mode.into(),
     };
     Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
 }
@@ -293,6 +318,7 @@ fn view(session: &TerminalSession) -> TerminalSessionView {
         close_reason: session.closed().map(|reason| reason.code().to_owned()),
         exit,
         attachments: session.attachments,
+        recording: session.recording.mode.into(),
         opened_at: session.opened_at,
         ends_at: session.ends_at,
         closed_at,

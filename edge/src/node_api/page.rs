@@ -33,7 +33,7 @@ impl NodeRoute {
         };
         let always = [Code::InvalidRequest, Code::InternalError, Code::ServiceUnavailable, Code::Overloaded];
         let with_body = [Code::PayloadTooLarge, Code::UnsupportedMediaType];
-        let body = with_body.into_iter().filter(|_| self.method == "POST");
+        let body = with_body.into_iter().filter(|_| ["POST", "PUT"].contains(&self.method));
         always.into_iter().chain(of_identity).chain(body).chain(self.refuses.iter().copied())
     }
 }
@@ -53,6 +53,7 @@ pub const PAGE: &[NodeRoute] = &[
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", Shows::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),
     route("GET", "/internal/v1/nodes/{id}/tasks/wait", Shows::Certificate, &[]),
     route("GET", "/internal/v1/nodes/{id}/terminals/{session_id}/stream", Shows::Certificate, &[Code::NotFound, Code::StateConflict, Code::UpgradeRequired]),
+    route("PUT", "/internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}", Shows::Certificate, &[Code::NotFound, Code::StateConflict]),
 ];
 
 #[cfg(test)]

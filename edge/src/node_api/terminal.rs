@@ -7,15 +7,19 @@ use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::identity::NodeIdentity;
+use crate::recording::on_the_wire;
 use crate::terminal::until_over;
 use crate::tls::connections::Held;
+use actors::AskError;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocket};
 use axum::extract::{State, WebSocketUpgrade};
 use axum::response::Response;
 use domain::authz::authorize;
 use domain::node::Command;
-use domain::terminal_session::{self, Exit, TerminalSession};
+use domain::policy::Scopes;
+use domain::recording::Terms;
+use domain::terminal_session::{self, Exit, Rejection, Reply, TerminalSession};
 use domain::{Action, NodeId, Principal, TerminalSessionId};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
@@ -28,6 +32,10 @@ use wire::terminal::{Down, MESSAGE, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up
 
 const QUEUE: usize = 16;
 const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
+/// Who tells a session that a policy may have changed.
+const NODE_API: &str = "node-api";
+/// How soon a living session heeds a policy.
+const LOOKS_AT_POLICY_EVERY: Duration = Duration::from_secs(1);
 /// How long the agent may take to hear that the session is over.
 const CLOSES_WITHIN: Duration = Duration::from_secs(2);
 
@@ -61,7 +69,8 @@ pub(super) async fn stream(
         .read_buffer_size(4 * 1024)
         .write_buffer_size(0)
         .max_write_buffer_size(8 * MESSAGE);
-    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, held }.run(socket)))
+    let scopes = found.it.scopes();
+    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes, held }.run(socket)))
 }
 
 struct NodeEnd {
@@ -69,6 +78,8 @@ struct NodeEnd {
     scope: Scope,
     node_id: NodeId,
     session: TerminalSessionId,
+    /// Of its owner.
+    scopes: Scopes,
     /// A proxy's connection is not the node's: what runs over it is cut here.
     held: Held,
 }
@@ -78,9 +89,10 @@ impl NodeEnd {
         let services = self.api.services.clone();
         let (mut sink, stream) = socket.split();
         let (down, downs) = mpsc::channel(QUEUE);
-        let here = services.terminals.take_in(self.session, down);
+        let here = services.terminals.take_in(self.session, down.clone());
         let is_over = tokio::select! {
             why = self.hear(stream, &here) => { debug!(why, "an agent's terminal stream ended"); false }
+            () = self.keep_terms(&down) => false,
             why = speak(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
             () = here.gone() => false,
             () = self.held.cut() => false,
@@ -92,6 +104,44 @@ impl NodeEnd {
             let _ = timeout(CLOSES_WITHIN, sink.send(close)).await;
         }
         let _ = timeout(CLOSES_WITHIN, sink.close()).await;
+    }
+
+    /// Looks every second whether the policies still say what the session was told, and has its machine say it where they do not. No
+    /// question is asked for that as long as they do. It never ends.
+    async fn keep_terms(&self, down: &mpsc::Sender<Down>) {
+        let services = &self.api.services;
+        let mut told: Option<Terms> = None;
+        let mut look = interval(LOOKS_AT_POLICY_EVERY);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            look.tick().await;
+            let by_policy = Terms::by_policy(&services.world.policy(), &self.scopes, services.world.now());
+            if told == Some(by_policy) {
+                continue;
+            }
+            match self.heed_policy().await {
+                Ok(terms) => {
+                    // The agent was told the first terms with its task; once more does no harm.
+                    let record = Down::Record { terms: on_the_wire(terms) };
+                    if down.send(record).await.is_ok() {
+                        told = Some(terms);
+                    }
+                }
+                Err(error) => debug!(%error, "a terminal session could not be told of a policy"),
+            }
+        }
+    }
+
+    /// The terms as its machine has them then.
+    async fn heed_policy(&self) -> Result<Terms, AskError<Rejection>> {
+        let services = &self.api.services;
+        let permit = authorize(&Principal::system(NODE_API), Action::Advance).map_err(|_| AskError::Denied)?;
+        let asked = self.scope.asked(&permit, services.world.now() + ASK_WITHIN);
+        let heed = terminal_session::Command::HeedPolicy;
+        match services.directory.ask::<TerminalSession>(&permit, self.session.0, heed, asked).await?.reply {
+            Reply::Session { session } => Ok(session.recording),
+            Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(Terms::default()),
+        }
     }
 
     async fn hear(&self, mut stream: SplitStream<WebSocket>, here: &crate::terminal::Stream) -> String {
@@ -118,7 +168,7 @@ impl NodeEnd {
             let over = match &said {
                 Up::Exited { exit } => Some(ended(*exit)),
                 Up::Lost => Some(terminal_session::Command::Lose),
-                Up::Attached { .. } | Up::Output { .. } | Up::Taken { .. } => None,
+                Up::Attached { .. } | Up::Output { .. } | Up::Taken { .. } | Up::Recording { .. } => None,
             };
             here.deliver(said).await;
             if let Some(over) = over {

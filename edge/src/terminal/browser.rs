@@ -9,6 +9,7 @@ use super::{Ending, Link, until_over};
 use crate::correlation::Scope;
 use crate::services::Services;
 use axum::extract::ws::{Message, WebSocket};
+use domain::recording::Mode;
 use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
@@ -65,6 +66,12 @@ enum ToUser {
         position: u64,
         lost_bytes: u64,
         expires_at: String,
+        /// Whether what is shown is recorded: `off`, `best-effort` or `strict`. What is typed never is.
+        recording: &'static str,
+    },
+    /// From here on it is recorded so.
+    Recording {
+        mode: &'static str,
     },
     Pong,
     /// The program ended.
@@ -344,6 +351,16 @@ impl Browser {
                     progress.taken.store(bytes, Ordering::Relaxed);
                     progress.room.notify_one();
                 }
+                (Some(Up::Recording { mode }), _) => {
+                    let mode = match mode {
+                        wire::recording::Mode::Off => Mode::Off,
+                        wire::recording::Mode::BestEffort => Mode::BestEffort,
+                        wire::recording::Mode::Strict => Mode::Strict,
+                    };
+                    if sink.send(text(&ToUser::Recording { mode: mode.name() })).await.is_err() {
+                        return Parted::User;
+                    }
+                }
                 (Some(Up::Exited { exit }), _) => {
                     let exit = match exit {
                         wire::terminal::Exit::Code(code) => Exit::Code(code),
@@ -363,6 +380,7 @@ impl Browser {
             position,
             lost_bytes,
             expires_at: self.session.ends_at.to_rfc3339_opts(chrono::SecondsFormat::Millis, true),
+            recording: self.session.recording.mode.name(),
         }
     }
 }

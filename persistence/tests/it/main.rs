@@ -11,5 +11,6 @@ mod keys;
 mod model;
 mod postgres;
 mod reads;
+mod recordings;
 mod schema;
 mod world;

@@ -97,6 +97,7 @@ impl Rewrapper {
             return Ok(());
         }
         self.values.secrets().await?;
+        self.values.recordings().await?;
         self.allocations().await?;
         let sealed = self.values.sealed().await?;
         let left = |id: &str| sealed.get(id).copied().unwrap_or(0);

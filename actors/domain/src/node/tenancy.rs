@@ -7,6 +7,7 @@ use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Origin, Step, Timestamp};
+use crate::recording::Terms;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -140,6 +141,8 @@ pub enum What {
         place: Place,
         session_id: TerminalSessionId,
         ends_at: Timestamp,
+        #[serde(default)]
+        recording: Terms,
     },
 }
 

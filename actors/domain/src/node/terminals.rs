@@ -5,6 +5,7 @@ use super::{HoldPhase, Life, Node, Order, Place, Rejection, Reply, Verdict, What
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::recording::Terms;
 use crate::task_type::TaskType;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,8 @@ pub struct TerminalOrder {
     pub work: Work,
     /// The session's lifetime, which the agent keeps to by itself.
     pub ends_at: Timestamp,
+    #[serde(default)]
+    pub recording: Terms,
     /// False once the session is over.
     pub wanted: bool,
 }
@@ -32,6 +35,7 @@ impl Node {
         allocation_id: AllocationId,
         ends_at: Timestamp,
         begin_until: Timestamp,
+        recording: Terms,
         ctx: &Ctx<'_>,
     ) -> Step<Self> {
         let failed = |reason: &str, why: &str| {
@@ -66,7 +70,7 @@ impl Node {
             deadline_at: begin_until,
             origin: Some(ctx.origin()),
         };
-        hold.terminals.insert(session_id, TerminalOrder { work, ends_at, wanted: true });
+        hold.terminals.insert(session_id, TerminalOrder { work, ends_at, recording, wanted: true });
         Step::to(next, Reply::Done, format!("terminal session {session_id} is to be begun"))
             .effect(Effect::WakeNode(self.id))
     }
@@ -98,6 +102,7 @@ impl Node {
                     },
                     session_id: *session_id,
                     ends_at: order.ends_at,
+                    recording: order.recording,
                 },
             })
         })

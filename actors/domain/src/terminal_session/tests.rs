@@ -40,11 +40,12 @@ fn token(n: u8) -> Digest {
 struct Story {
     session: Option<TerminalSession>,
     now: Timestamp,
+    policy: PolicyBook,
 }
 
 impl Story {
     fn new() -> Self {
-        Self { session: None, now: Timestamp::from_timestamp(1_800_000_000, 0).unwrap() }
+        Self { session: None, now: Timestamp::from_timestamp(1_800_000_000, 0).unwrap(), policy: PolicyBook::default() }
     }
 
     fn opened() -> Self {
@@ -54,10 +55,9 @@ impl Story {
     }
 
     fn ask(&mut self, by: &Principal, command: Command) -> Result<Step<TerminalSession>, Rejection> {
-        let policy = PolicyBook::default();
         let ctx = Ctx {
             now: self.now,
-            policy: &policy,
+            policy: &self.policy,
             by,
             correlation_id: "c",
             trace: Trace::default(),
@@ -268,4 +268,77 @@ fn a_session_that_went_with_its_agent_is_closed_by_that_nodes_word_alone() {
     assert_eq!(lost.audit[0].metadata["fault"], AGENT_RESTARTED);
     assert_eq!(story.reason(), Some(&CloseReason::Failed { code: AGENT_RESTARTED.to_owned() }));
     assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "failed".to_owned() });
+}
+
+mod recorded {
+    use super::*;
+    use crate::policy::{Key, Scope, Value as PolicyValue};
+    use crate::recording::Mode;
+
+    fn admin() -> Principal {
+        let Principal::Caller(caller) = user("boss") else { unreachable!() };
+        Principal::Caller(Caller { roles: [Role::Admin].into(), ..caller })
+    }
+
+    fn actions(step: &Step<TerminalSession>) -> Vec<AuditAction> {
+        step.audit.iter().map(|audit| audit.action).collect()
+    }
+
+    fn mode(story: &Story) -> Mode {
+        story.session.as_ref().unwrap().recording.mode
+    }
+
+    #[test]
+    fn it_is_recorded_by_default_and_its_user_is_told_with_the_token() {
+        let mut story = Story::new();
+        let opened = story.ask(&user("u"), open(token(1))).unwrap();
+        let Reply::Issued { recording, .. } = opened.reply else { panic!() };
+        assert_eq!((recording.mode, recording.most_bytes), (Mode::BestEffort, 64 << 20));
+        assert_eq!(opened.audit[0].metadata["recording"], "best-effort");
+    }
+
+    #[test]
+    fn a_policy_changes_the_terms_of_a_living_session_once_and_that_is_audited() {
+        let mut story = Story::opened();
+        assert!(story.ask(&gateway(), Command::HeedPolicy).unwrap().next.is_none(), "nothing has changed");
+        let begun = story.now;
+        story.policy.set(Key::TerminalRecordingMode, Scope::Global, begun, PolicyValue::Text("strict".into())).unwrap();
+        let changed = story.ask(&gateway(), Command::HeedPolicy).unwrap();
+        assert_eq!((actions(&changed), mode(&story)), (vec![AuditAction::TerminalsChangeRecording], Mode::Strict));
+        assert_eq!(changed.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
+        story.policy.set(Key::TerminalRecordingEnabled, Scope::Global, begun, PolicyValue::Bool(false)).unwrap();
+        story.ask(&gateway(), Command::HeedPolicy).unwrap();
+        assert_eq!(mode(&story), Mode::Off);
+        assert!(story.session.as_ref().unwrap().has_recording(), "what was recorded before stays");
+    }
+
+    #[test]
+    fn its_owner_and_administrators_read_it_each_time_with_an_audit_row_and_others_learn_nothing() {
+        let mut story = Story::opened();
+        for by in [user("u"), admin(), admin()] {
+            let read = story.ask(&by, Command::ReadRecording).unwrap();
+            assert_eq!(actions(&read), [AuditAction::TerminalsReadRecording]);
+            assert!(read.next.is_some(), "without a state there is no commit, and no row");
+        }
+        assert_eq!(story.ask(&user("stranger"), Command::ReadRecording).unwrap_err(), Rejection::NotFound);
+    }
+
+    #[test]
+    fn it_is_forgotten_once_and_after_the_end_alone() {
+        let mut story = Story::opened();
+        assert!(story.ask(&gateway(), Command::ForgetRecording).unwrap().next.is_none(), "it still grows");
+        story.ask(&gateway(), Command::Revoke).unwrap();
+        let forgotten = story.ask(&gateway(), Command::ForgetRecording).unwrap();
+        assert_eq!(actions(&forgotten), [AuditAction::TerminalsForgetRecording]);
+        assert!(story.ask(&gateway(), Command::ForgetRecording).unwrap().next.is_none());
+        assert_eq!(story.ask(&admin(), Command::ReadRecording).unwrap_err(), Rejection::NotFound);
+    }
+
+    #[test]
+    fn a_session_of_the_release_before_is_understood_and_has_none() {
+        let mut kept = serde_json::to_value(Story::opened().session.unwrap()).unwrap();
+        kept.as_object_mut().unwrap().retain(|field, _| !["recording", "tape"].contains(&field.as_str()));
+        let session: TerminalSession = serde_json::from_value(kept).unwrap();
+        assert!(!session.has_recording() && !session.recording.is_on());
+    }
 }

@@ -19,6 +19,7 @@ use crate::error::Code;
 const TAGS: &[(&str, &str)] = &[
     ("allocation", "GPUs rented, watched and given back."),
     ("terminal", "Shells on what is rented: the tokens that open them, and who is in them."),
+    ("recording", "What terminals showed, to play it back."),
     ("terminal_page", "A page with a terminal, for a browser."),
     ("sku", "The catalog: kinds of machines, where they are offered and at what price."),
     ("ssh_key", "The public keys that open a user's allocations."),

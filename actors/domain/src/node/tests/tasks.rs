@@ -172,6 +172,7 @@ fn a_terminal_is_not_waited_for_where_the_agent_has_none() {
         allocation_id: TENANT,
         ends_at: story.now + TimeDelta::hours(4),
         begin_until: story.now + TimeDelta::seconds(60),
+        recording: crate::recording::Terms::default(),
     };
     let ready = node().active().ready();
     let opened = ready.clone().told(open(&ready));

@@ -1,0 +1,229 @@
+//! Recordings of terminal sessions (decisions 5, *Terminal*): found and read by whose sessions they are, and by administrators.
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::terminal_session::{Command, Reply, TerminalSession};
+use domain::{AllocationId, TerminalSessionId};
+use futures::stream::{self, Stream};
+use persistence::Recordings;
+use persistence::read::Cursor;
+use persistence::recordings::{Recording, RecordingError, RecordingFilter};
+use secrecy::ExposeSecret as _;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+use super::allocation::visible;
+use super::asking::{Asking, ByAdmin, ByUser};
+use super::field::ClaimId;
+use super::stored::find;
+use crate::body::Path;
+use crate::correlation::no_store;
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::recording::asciicast::{Cast, MEDIA_TYPE};
+use crate::services::Services;
+
+/// Chunks that a download has in memory at once.
+const AT_ONCE: u32 = 4;
+
+/// What a terminal session showed, and when. What was typed is not in it, unless the terminal showed it.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Recording)]
+pub(super) struct RecordingView {
+    /// The terminal session's id, which is the recording's too.
+    id: Uuid,
+    allocation_id: Uuid,
+    node_id: Uuid,
+    user_id: String,
+    /// Whether all of it is here: the node has said that nothing follows.
+    complete: bool,
+    /// What is kept of it, in bytes.
+    bytes: u64,
+    /// Output that could not be recorded. Where it is missing, the recording has a marker.
+    lost_bytes: u64,
+    /// From the session's beginning to the last that was recorded.
+    duration_ms: u64,
+    created_at: DateTime<Utc>,
+    updated_at: DateTime<Utc>,
+}
+
+/// Whose recordings.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct RecordingQuery {
+    /// Whose.
+    user_id: Option<ClaimId>,
+    /// Of this allocation's sessions.
+    allocation_id: Option<Uuid>,
+}
+
+/// No filter but the page's.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Unfiltered {}
+
+/// The recordings of an allocation's terminal sessions, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id"), PageQuery),
+    responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
+)]
+pub(super) async fn of_allocation(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    listing: Listing<Unfiltered>,
+) -> Result<Json<Items<RecordingView>>, ApiError> {
+    visible(&services, &asking, id).await?;
+    let page = listing.page("recordings-of-allocation", &id.to_string(), Order::OldestFirst)?;
+    let filter = RecordingFilter { owner: None, allocation: Some(AllocationId(id)) };
+    page_of(&services, &filter, &page).await
+}
+
+/// Everybody's recordings, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, RecordingQuery),
+    responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
+)]
+pub(super) async fn list(
+    _: ByAdmin,
+    State(services): State<Services>,
+    listing: Listing<RecordingQuery>,
+) -> Result<Json<Items<RecordingView>>, ApiError> {
+    let page = listing.page("recordings", "", Order::OldestFirst)?;
+    let filter = RecordingFilter {
+        owner: listing.filter.user_id.as_deref().map(str::to_owned),
+        allocation: listing.filter.allocation_id.map(AllocationId),
+    };
+    page_of(&services, &filter, &page).await
+}
+
+async fn page_of(
+    services: &Services,
+    filter: &RecordingFilter,
+    page: &Page,
+) -> Result<Json<Items<RecordingView>>, ApiError> {
+    let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
+    let rows = services.trust.secrets.recordings().list(filter, after, page.rows_to_read()).await?;
+    let position = |row: &Recording| Position { created_at: row.created_at, id: row.session.0 };
+    Ok(Json(page.answer(rows, position, view)))
+}
+
+/// What there is of a terminal session's recording.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The terminal session's id")),
+    responses((status = 200, description = "The recording, without what it shows.", body = RecordingView)),
+)]
+pub(super) async fn get(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<RecordingView>, ApiError> {
+    let (_, recording) = own(&services, &asking, id).await?;
+    Ok(Json(view(recording)))
+}
+
+/// The recording, to play it back: asciicast v2, as asciinema and its player read it.
+///
+/// That you read it is audited first. A recording that still grows ends where it is at this moment. Markers (`m`) stand where something is
+/// missing. A service account reads none: what a terminal shows may be a secret.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The terminal session's id")),
+    responses((
+        status = 200,
+        description = "The recording, one JSON value a line. `Cache-Control: no-store`.",
+        content_type = "application/x-asciicast",
+        body = String,
+    )),
+)]
+pub(super) async fn download(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Response, ApiError> {
+    let (session, _) = own(&services, &asking, id).await?;
+    let answered = asking.ask_unstored::<TerminalSession>(id, Command::ReadRecording).await?;
+    let Reply::Done = answered.reply else {
+        return Err(ApiError::internal("the terminal session's machine answered another question"));
+    };
+    let title = format!("terminal session {id} on allocation {}", session.allocation_id);
+    let reading = Reading {
+        recordings: services.trust.secrets.recordings(),
+        session: session.id,
+        next: 0,
+        cast: Some(Cast::new(session.opened_at, title)),
+    };
+    let mut headers = HeaderMap::new();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(MEDIA_TYPE));
+    let name = format!("attachment; filename=\"{id}.cast\"");
+    headers.insert(header::CONTENT_DISPOSITION, HeaderValue::try_from(name).map_err(ApiError::internal)?);
+    Ok((headers, no_store(), Body::from_stream(reading.lines())).into_response())
+}
+
+/// The caller's own, or anybody's to an administrator. To others there is none.
+async fn own(services: &Services, asking: &Asking, id: Uuid) -> Result<(TerminalSession, Recording), ApiError> {
+    let none = || ApiError::not_found("recording");
+    let found = find::<TerminalSession>(services, id).await?;
+    let may = |session: &TerminalSession| asking.is_admin() || session.owner.user_id == asking.caller.user_id;
+    let session = found.map(|stored| stored.it).filter(|session| may(session) && session.has_recording());
+    let session = session.ok_or_else(none)?;
+    let recording = services.trust.secrets.recordings().get(TerminalSessionId(id)).await?.ok_or_else(none)?;
+    Ok((session, recording))
+}
+
+fn view(recording: Recording) -> RecordingView {
+    RecordingView {
+        id: recording.session.0,
+        allocation_id: recording.allocation.0,
+        node_id: recording.node.0,
+        user_id: recording.owner,
+        complete: recording.ended,
+        bytes: recording.bytes,
+        lost_bytes: recording.lost_bytes,
+        duration_ms: recording.micros / 1000,
+        created_at: recording.created_at,
+        updated_at: recording.updated_at,
+    }
+}
+
+/// A download on its way: some chunks at a time, as fast as they are taken.
+struct Reading {
+    recordings: Recordings,
+    session: TerminalSessionId,
+    next: u32,
+    /// `None` once all is written.
+    cast: Option<Cast>,
+}
+
+impl Reading {
+    fn lines(self) -> impl Stream<Item = Result<Bytes, RecordingError>> {
+        stream::try_unfold(self, |mut reading| async move {
+            let Some(cast) = &mut reading.cast else { return Ok(None) };
+            let read = reading.recordings.read(reading.session, reading.next, AT_ONCE).await;
+            let chunks = read.inspect_err(|error| {
+                // The reader sees a connection that is cut, and not a recording that seems whole.
+                tracing::warn!(%error, "a recording cannot be read to its end");
+            })?;
+            let mut lines: String = chunks.iter().map(|chunk| cast.write(chunk.expose_secret())).collect();
+            reading.next = reading.next.saturating_add(AT_ONCE);
+            if u32::try_from(chunks.len()).unwrap_or(u32::MAX) < AT_ONCE {
+                lines += &cast.finish();
+                reading.cast = None;
+            }
+            Ok(Some((Bytes::from(lines), reading)))
+        })
+    }
+}

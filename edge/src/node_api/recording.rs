@@ -1,0 +1,120 @@
+//! What an agent has recorded of a terminal session: chunk after chunk, each kept once.
+
+use super::NodeApi;
+use super::answer::refused;
+use crate::api::current;
+use crate::body::{Path, read_body};
+use crate::correlation::Scope;
+use crate::error::{ApiError, Code};
+use crate::identity::NodeIdentity;
+use crate::recording::{Summary, summary};
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::http::header;
+use chrono::TimeDelta;
+use domain::node::Command;
+use domain::policy::Key;
+use domain::terminal_session::{Phase, TerminalSession};
+use domain::{NodeId, TerminalSessionId};
+use persistence::recordings::{Chunk, Kept, NotTaken, Of, RecordingError};
+use uuid::Uuid;
+use wire::recording::ChunkAnswer;
+use wire::task::Recorded;
+
+/// How long after its session an agent that was away may bring the rest.
+const LATEST: TimeDelta = TimeDelta::days(7);
+
+/// What a chunk is sent as.
+const MEDIA_TYPE: &str = "application/octet-stream";
+
+/// `PUT /internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}`.
+pub(super) async fn keep(
+    State(api): State<NodeApi>,
+    node: NodeIdentity,
+    scope: Scope,
+    Path((_, session, seq)): Path<(Uuid, Uuid, u32)>,
+    request: Request,
+) -> Result<Json<ChunkAnswer>, ApiError> {
+    let (node_id, session_id) = (NodeId(node.node_id), TerminalSessionId(session));
+    scope.record_resource(format_args!("terminal_session/{session_id}"));
+    let identify = Command::Identify { serial: node.serial };
+    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
+    let media_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    if media_type != Some(MEDIA_TYPE) {
+        return Err(ApiError::new(Code::UnsupportedMediaType, format!("Send the chunk as {MEDIA_TYPE}.")));
+    }
+    let shelf = api.services.terminals.shelf().clone();
+    let kept = api.keep(session_id, node_id, seq, request).await;
+    match &kept {
+        Ok((Kept::New, bytes)) => shelf.kept(*bytes),
+        Ok((Kept::Already, _)) => {}
+        Err(_) => shelf.refused(),
+    }
+    kept.map(|(kept, _)| match kept {
+        Kept::New => Json(ChunkAnswer { recorded: Recorded::New }),
+        Kept::Already => Json(ChunkAnswer { recorded: Recorded::Already }),
+    })
+}
+
+impl NodeApi {
+    async fn keep(
+        &self,
+        session_id: TerminalSessionId,
+        node_id: NodeId,
+        seq: u32,
+        request: Request,
+    ) -> Result<(Kept, usize), ApiError> {
+        let services = &self.services;
+        let found = current::<TerminalSession>(services, session_id.0).await?;
+        let found = found.filter(|found| found.it.node_id == node_id);
+        let session = found.ok_or_else(|| {
+            // By the name an agent tells this from a replica that has no such route.
+            ApiError::not_found("terminal session").detail("session_id", session_id.to_string())
+        })?;
+        let session = session.it;
+        if !session.has_recording() {
+            return Err(conflict("This session is not recorded; delete what there is of it."));
+        }
+        if let Phase::Closed { at, .. } = &session.phase
+            && services.world.now() > *at + LATEST
+        {
+            return Err(conflict("The session has been over for too long; delete what there is of its recording."));
+        }
+        let frames = read_body(request).await?;
+        let Summary { lost_bytes, micros, ends } = summary(seq, &frames)?;
+        let scopes = session.scopes();
+        services.terminals.shelf().check_room(services, &session.owner.user_id, &scopes).await?;
+        let most = services.world.policy().int(Key::TerminalRecordingMaxSession, &scopes, services.world.now());
+        let most = most.unsigned_abs() * 1024 * 1024;
+        let of =
+            Of { session: session_id, owner: &session.owner.user_id, allocation: session.allocation_id, node: node_id };
+        let chunk = Chunk { seq, frames: &frames, lost_bytes, micros, ends };
+        match services.trust.secrets.recordings().keep(&of, &chunk, most).await {
+            Ok(kept) => Ok((kept, frames.len())),
+            Err(RecordingError::NotTaken(why)) => Err(not_taken(why)),
+            Err(RecordingError::Store(error)) if error.is_unavailable() => Err(ApiError::unavailable(error)),
+            Err(RecordingError::Store(error)) => Err(ApiError::internal(error)),
+            Err(error @ RecordingError::Sealed { .. }) => Err(ApiError::internal(error)),
+        }
+    }
+}
+
+fn not_taken(why: NotTaken) -> ApiError {
+    match why {
+        NotTaken::Differs { seq } => {
+            conflict("Another chunk of this number is kept; it stands, and this one was not taken.").detail("seq", seq)
+        }
+        NotTaken::OutOfOrder { next } => {
+            conflict("The chunks before this one are not there; send them first, each once.").detail("next_seq", next)
+        }
+        NotTaken::Ended => conflict("The recording has ended; nothing is added to it."),
+        NotTaken::Full => {
+            ApiError::new(Code::PayloadTooLarge, "The recording is as long as a policy lets it be; end it here.")
+                .detail("policy_key", Key::TerminalRecordingMaxSession.name())
+        }
+    }
+}
+
+fn conflict(message: &'static str) -> ApiError {
+    ApiError::new(Code::StateConflict, message)
+}
