@@ -160,6 +160,10 @@ pub enum Action {
     OpenTerminals,
     /// See everybody's terminal sessions, and close them.
     OperateTerminals,
+    /// See everybody's billing accounts and their ledgers.
+    SeeBilling,
+    /// Open billing accounts, give and take by a reason.
+    AdjustBilling,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -172,7 +176,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -187,6 +191,8 @@ impl Action {
         Self::Release,
         Self::OpenTerminals,
         Self::OperateTerminals,
+        Self::SeeBilling,
+        Self::AdjustBilling,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -195,7 +201,7 @@ impl Action {
 
     /// The rule of each action.
     const fn rule(self) -> Rule {
-        use PlatformRole::{Auditor, InventoryOwner, PlatformOperations};
+        use PlatformRole::{Auditor, BillingOperations, InventoryOwner, PlatformOperations};
         match self {
             Self::ManageNodes
             | Self::ManageSkus
@@ -206,6 +212,8 @@ impl Action {
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
+            Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
+            Self::AdjustBilling => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts | Self::OpenTerminals => Rule::Person,

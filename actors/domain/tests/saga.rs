@@ -159,6 +159,16 @@ fn the_worlds_moves_reach_every_corner() {
         "event provisioning.release_forced",
         "event provisioning.failed",
         "event node.tenant_remains",
+        "event node.tenant_faulted",
+        "event billing.allocation_metered",
+        "event billing.allocation_uncovered",
+        "event billing.balance_depleted",
+        "event billing.balance_low",
+        "billing_account depleted",
+        "account without money",
+        "posting usage",
+        "posting usage_credit",
+        "posting write_off",
     ];
     let missed: Vec<_> = corners.into_iter().filter(|corner| !reached.contains(*corner)).collect();
     assert!(missed.is_empty(), "never reached: {missed:?}");

@@ -66,6 +66,7 @@ pub(super) enum Placing {
     On(NodeId),
     NoCapacity,
     OverQuota,
+    Unaffordable,
 }
 
 /// What opens the forced refresh of the provider's keys.
@@ -410,6 +411,9 @@ async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: t
                 allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
             }
             Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
+            Placing::Unaffordable => {
+                allocation::Command::Unaffordable { message: "There is nothing to pay it from.".into() }
+            }
         };
         let by = Principal::system("test");
         let permit = authorize(&by, command.action()).unwrap();
