@@ -36,10 +36,12 @@ pub const ADMIN: &str = "admin";
 const MAX_TOKEN_LEN: usize = 16 * 1024;
 
 /// The program that makes a request, and the key by which it was known when it got its token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Acting {
     pub account: ServiceAccountId,
     pub key: ServiceAccountKeyId,
+    /// The service's own key that the token is signed with.
+    pub signed_by: String,
 }
 
 /// Who makes a request, as the token says.
@@ -164,6 +166,10 @@ impl Authenticator {
                     "The service account or the key that this access token was got with is gone; get one with another key.",
                     INVALID,
                 ),
+                TokenFault::Retired => challenge(
+                    "The key that this access token was signed with is retired; get a new token with the service account's key.",
+                    INVALID,
+                ),
                 TokenFault::Malformed
                 | TokenFault::Algorithm
                 | TokenFault::KeyId
@@ -186,7 +192,7 @@ impl Authenticator {
     ///
     /// # Errors
     /// Where Postgres cannot be read.
-    pub async fn still_acts(&self, acting: Acting) -> Result<bool, ApiError> {
+    pub async fn still_acts(&self, acting: &Acting) -> Result<bool, ApiError> {
         match &self.service_tokens {
             Some(tokens) => Ok(tokens.account_of(acting).await?.is_some()),
             None => Ok(false),
@@ -195,7 +201,7 @@ impl Authenticator {
 
     async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
         let token = claims::Presented::parse(token)?;
-        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.key_id() == token.kid) {
+        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.are_signed_by(&token.kid)) {
             return tokens.caller(&token, now).await;
         }
         let algorithm = token.algorithm(&self.rules.algorithms)?;

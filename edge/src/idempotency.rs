@@ -142,6 +142,7 @@ impl Counters {
                 "skipped_body_empty",
                 "Requests with a key that changed nothing: there is no reply to keep.",
             ),
+            // Every reply to a request with a key is JSON: what is counted here would be a defect.
             skipped_non_json: counter("skipped_body_non_json", "Replies that are no JSON and are not kept."),
             replays_served: counter("replays_served", "Repetitions that got the first answer."),
         }
@@ -162,11 +163,6 @@ impl Counters {
             (false, false) => &self.skipped_empty,
         };
         counter.inc();
-    }
-
-    /// A request with a key was answered with something else than JSON.
-    pub fn answered_otherwise(&self) {
-        self.skipped_non_json.inc();
     }
 }
 

@@ -1,7 +1,12 @@
-//! The keys in force: what this process signs tasks with, certifies nodes with, and lets nodes in by.
+//! The keys in force: what this process signs tasks and service accounts' tokens with, certifies nodes with, and lets nodes in by.
 //!
 //! Where each key stands is an entity ([`KeySet`]); the private halves lie sealed beside it, one secret a key. Both are read together,
 //! at the start and whenever an operator has rotated, and replaced as one: a request sees the keys of before or those of after.
+
+mod service;
+mod signers;
+
+pub use service::ServiceKeys;
 
 use crate::identity::TrustDomain;
 use crate::node_ca::{Authority, IssueError, Issued, NodeCa, NodeCaError};
@@ -15,10 +20,10 @@ use domain::{EntityRef, Kind};
 use ed25519_dalek::SigningKey;
 use persistence::secrets::{Secret, SecretError};
 use persistence::{Reads, Secrets, StoreError};
-use rand::Rng as _;
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
+use signers::{Kept, in_use};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use uuid::Uuid;
@@ -57,6 +62,7 @@ impl KeysInForce {
 pub struct Keys {
     pub task: TaskKeys,
     pub node: NodeAuthorities,
+    pub service: ServiceKeys,
 }
 
 /// Why the keys cannot be read, or a key not be made.
@@ -100,30 +106,41 @@ impl Keys {
         Ok(Self {
             task: TaskKeys::read(secrets, reads).await?,
             node: NodeAuthorities::read(secrets, reads, domain).await?,
+            service: ServiceKeys::read(secrets, reads).await?,
         })
     }
 
     /// The version of each set, by its purpose's name.
     #[must_use]
     pub fn versions(&self) -> BTreeMap<String, u64> {
-        [&self.task.set, &self.node.set].map(|set| (set.purpose.name().to_owned(), set.version)).into()
+        self.sets().map(|set| (set.purpose.name().to_owned(), set.version)).into()
+    }
+
+    const fn sets(&self) -> [&KeySet; 3] {
+        [&self.task.set, &self.node.set, &self.service.set]
     }
 
     /// Every key that is not retired, with its set.
     pub fn all(&self) -> impl Iterator<Item = (Purpose, &Key)> {
-        [&self.task.set, &self.node.set].into_iter().flat_map(|set| set.keys.iter().map(|key| (set.purpose, key)))
+        self.sets().into_iter().flat_map(|set| set.keys.iter().map(|key| (set.purpose, key)))
     }
 
     /// The names of secrets that nothing will ever need again: of retired keys, and of changes that came to nothing.
     #[must_use]
     pub fn forsaken(&self, now: DateTime<Utc>) -> Vec<String> {
-        let of_tasks = self.task.held.iter().map(|held| (&self.task.set, held.id.as_str(), &held.secret, held.made_at));
-        let of_nodes = self.node.held.iter().map(|held| (&self.node.set, held.id.as_str(), &held.secret, held.made_at));
+        fn those_of<'a, K>(
+            set: &'a KeySet,
+            held: &'a [Held<K>],
+        ) -> impl Iterator<Item = (&'a KeySet, &'a str, &'a String, DateTime<Utc>)> {
+            held.iter().map(move |held| (set, held.id.as_str(), &held.secret, held.made_at))
+        }
         let forsaken = |set: &KeySet, id: &str, made_at| match set.key(id) {
             Some(key) => key.standing.phase() == Phase::Retired,
             None => made_at < now - FORSAKEN_AFTER,
         };
-        let all = of_tasks.chain(of_nodes);
+        let all = those_of(&self.task.set, &self.task.held)
+            .chain(those_of(&self.node.set, &self.node.held))
+            .chain(those_of(&self.service.set, &self.service.held));
         all.filter(|(set, id, _, made_at)| forsaken(set, id, *made_at)).map(|(.., name, _)| name.clone()).collect()
     }
 }
@@ -144,34 +161,22 @@ pub struct TaskKeys {
     published: Vec<VerifierSet>,
 }
 
-const TASK_KEYS: &str = "task_signing/";
-const FIRST_TASK_KEY: &str = "task_signing/active";
+const KEPT: Kept = Kept {
+    purpose: Purpose::TaskSigning,
+    names: "task_signing/",
+    first: "task_signing/active",
+    id_of: |key| PublicKey::from(key).key_id(),
+};
 
 impl TaskKeys {
     async fn read(secrets: &Secrets, reads: &Reads) -> Result<Self, KeysError> {
-        let stored = stored(reads, Purpose::TaskSigning).await?;
-        if stored.is_none() {
-            secrets.get_or_create(FIRST_TASK_KEY, || (random_seed(), json!({}))).await?;
-        }
-        let held = secrets.list(TASK_KEYS).await?.iter().map(signer).collect::<Result<Vec<_>, _>>()?;
-        Self::of(stored, held)
+        let (set, held) = KEPT.read(secrets, reads).await?;
+        Self::of(set, held)
     }
 
-    fn of(stored: Option<KeySet>, held: Vec<Held<SigningKey>>) -> Result<Self, KeysError> {
-        let founded = || {
-            let first = held.iter().find(|held| held.secret == FIRST_TASK_KEY);
-            let first = first.ok_or_else(|| damaged(Purpose::TaskSigning, "there is none"))?;
-            let public = PublicKey::from(&first.key).to_string();
-            let key = NewKey { id: first.id.clone(), public };
-            Ok::<_, KeysError>(KeySet::founded(Purpose::TaskSigning, key, first.made_at))
-        };
-        let set = stored.map_or_else(founded, Ok)?;
+    fn of(set: KeySet, held: Vec<Held<SigningKey>>) -> Result<Self, KeysError> {
         let published = set.chain.iter().map(published).collect::<Result<Vec<_>, _>>()?;
-        let keys = Self { set, held, published };
-        if keys.signers().next().is_none_or(|(phase, _)| phase != Phase::Active) {
-            return Err(damaged(Purpose::TaskSigning, "the private half of the active key is missing"));
-        }
-        Ok(keys)
+        Ok(Self { set, held, published })
     }
 
     /// One key that was never rotated, for tests of what is around it.
@@ -179,22 +184,13 @@ impl TaskKeys {
     /// # Errors
     /// Never: it is well-formed.
     pub fn founded(key: SigningKey, at: DateTime<Utc>) -> Result<Self, KeysError> {
-        let id = PublicKey::from(&key).key_id();
-        Self::of(None, vec![Held { id, key, secret: FIRST_TASK_KEY.to_owned(), made_at: at }])
+        let (set, held) = KEPT.founded(key, at);
+        Self::of(set, held)
     }
 
-    /// Private halves that are here, of keys that are trusted: the active one first, then the others, newest first.
+    /// The keys that are trusted and here: the active one first, then the others, newest first.
     fn signers(&self) -> impl Iterator<Item = (Phase, &Held<SigningKey>)> {
-        let mut signers: Vec<_> = self
-            .set
-            .keys
-            .iter()
-            .rev()
-            .filter(|key| key.standing.phase() != Phase::Retired)
-            .filter_map(|key| Some((key.standing.phase(), self.held.iter().find(|held| held.id == key.id)?)))
-            .collect();
-        signers.sort_by_key(|(phase, _)| *phase != Phase::Active);
-        signers.into_iter()
+        in_use(&self.set, &self.held)
     }
 
     /// Signs a task with the active key, and while one is in grace with that too: an agent that was not told of the rotation yet knows
@@ -238,16 +234,6 @@ impl TaskKeys {
         };
         Ok(Ok(set.signatures.iter().map(kept).collect()))
     }
-}
-
-fn signer(secret: &Secret) -> Result<Held<SigningKey>, KeysError> {
-    let seed: &[u8; 32] = secret
-        .value
-        .expose_secret()
-        .try_into()
-        .map_err(|_| damaged(Purpose::TaskSigning, format!("{} has a wrong length", secret.name)))?;
-    let key = SigningKey::from_bytes(seed);
-    Ok(Held { id: PublicKey::from(&key).key_id(), key, secret: secret.name.clone(), made_at: secret.created_at })
 }
 
 fn published(link: &Link) -> Result<VerifierSet, KeysError> {
@@ -418,26 +404,14 @@ fn new_authority(domain: &TrustDomain, now: DateTime<Utc>) -> Result<Made, NodeC
     })
 }
 
-fn new_signer() -> Made {
-    let value = random_seed();
-    let seed: [u8; 32] = value.expose_secret().try_into().unwrap_or_default();
-    let public = PublicKey::from(&SigningKey::from_bytes(&seed));
-    Made { value, public: json!({}), key: NewKey { id: public.key_id(), public: public.to_string() } }
-}
-
-fn random_seed() -> SecretSlice<u8> {
-    let mut seed = vec![0; 32];
-    rand::rng().fill_bytes(&mut seed);
-    SecretSlice::from(seed)
-}
-
 /// Makes a key of the purpose and keeps its private half, sealed. It counts for nothing until it is staged.
 ///
 /// # Errors
 /// [`KeysError`]
 pub async fn make(secrets: &Secrets, domain: &TrustDomain, purpose: Purpose) -> Result<NewKey, KeysError> {
     let (prefix, made) = match purpose {
-        Purpose::TaskSigning => (TASK_KEYS.to_owned(), new_signer()),
+        Purpose::TaskSigning => (KEPT.names.to_owned(), KEPT.made()),
+        Purpose::ServiceTokens => (service::KEPT.names.to_owned(), service::KEPT.made()),
         Purpose::NodeCa => (format!("{NODE_CAS}/"), new_authority(domain, Utc::now())?),
         Purpose::AtRest => return Err(damaged(purpose, "they are the operator's to make")),
     };
@@ -469,6 +443,7 @@ impl Keys {
                 (&self.task.set, signed)
             }
             Purpose::NodeCa => (&self.node.set, self.node.set.listed_after(change).map(|_| Vec::new())),
+            Purpose::ServiceTokens => (&self.service.set, self.service.set.listed_after(change).map(|_| Vec::new())),
             Purpose::AtRest => return Ok(Err(Rejection::OtherPurpose)),
         };
         let first = set.keys.first().ok_or_else(|| damaged(purpose, "there is none"))?;

@@ -63,6 +63,8 @@ enum Purpose {
     TaskSigning,
     /// Nodes are certified with them.
     NodeCa,
+    /// The access tokens of service accounts are signed with them.
+    ServiceTokens,
 }
 
 impl Purpose {
@@ -70,6 +72,7 @@ impl Purpose {
         match self {
             Self::TaskSigning => "task_signing",
             Self::NodeCa => "node_ca",
+            Self::ServiceTokens => "service_tokens",
         }
     }
 }

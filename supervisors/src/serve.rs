@@ -259,7 +259,7 @@ impl Process {
         let (domain, keys, ring) = (domain.clone(), in_force.clone(), Arc::clone(&self.ring));
         let api_ca = read_text(&config.tls_ca).await?;
         let trust = trust::load(secrets, domain, keys, &config.bootstrap_verifier_keys, api_ca, ring).await?;
-        let authenticator = authenticator(config, secrets, self.reads.clone()).await?;
+        let authenticator = authenticator(config, in_force.clone(), self.reads.clone()).await?;
         let targets = ProbeTargets { allowed: config.probe_allowed.clone() };
         Ok(Services::new(Parts {
             directory: self.directory.clone(),
@@ -595,7 +595,7 @@ async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
 }
 
 /// Who believes the identity provider's tokens, and those that this cluster signs for service accounts.
-async fn authenticator(config: &Config, secrets: &Secrets, reads: Reads) -> anyhow::Result<Authenticator> {
+async fn authenticator(config: &Config, keys: KeysInForce, reads: Reads) -> anyhow::Result<Authenticator> {
     let identity = &config.identity;
     let authorities_pem = match &identity.ca {
         Some(path) => Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?),
@@ -603,8 +603,7 @@ async fn authenticator(config: &Config, secrets: &Secrets, reads: Reads) -> anyh
     };
     let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(identity.rules.issuer.clone()) })
         .context("the identity provider of SVC_OIDC_ISSUER cannot be used")?;
-    let signer = trust::service_token_signer(secrets).await?;
-    let service_tokens = ServiceTokens::new(config.public_url.clone(), signer, reads);
+    let service_tokens = ServiceTokens::new(config.public_url.clone(), keys, reads);
     Ok(Authenticator::new(identity.rules.clone(), jwks).issuing(service_tokens))
 }
 

@@ -61,21 +61,6 @@ pub async fn terminal_relay(secrets: &Secrets) -> anyhow::Result<SecretSlice<u8>
     Ok(secrets.get_or_create("terminal_relay", || (random(32), json!({}))).await?.value)
 }
 
-/// What signs the access tokens of service accounts.
-///
-/// # Errors
-/// As [`load`].
-pub async fn service_token_signer(secrets: &Secrets) -> anyhow::Result<SigningKey> {
-    signing_key(secrets, "service_token_signing/active").await
-}
-
-async fn signing_key(secrets: &Secrets, name: &str) -> anyhow::Result<SigningKey> {
-    let secret = secrets.get_or_create(name, || (random(32), json!({}))).await?;
-    let seed: &[u8; 32] =
-        secret.value.expose_secret().try_into().with_context(|| format!("the key {name} has a wrong length"))?;
-    Ok(SigningKey::from_bytes(seed))
-}
-
 /// The key that signs the heads of the audit log's chains.
 ///
 /// # Errors

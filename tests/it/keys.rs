@@ -1,7 +1,8 @@
 //! The service's own keys, rotated under load: nodes join in every phase, one sleeps through all of it, replicas and the database die.
 
+use crate::service_tokens::{Program, shown};
 use nix::sys::signal::Signal;
-use reqwest::Method;
+use reqwest::{Method, StatusCode};
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -48,7 +49,7 @@ async fn rented(world: &World, sku: &str) {
 }
 
 /// What `gpuaas keys …` says, as the operator's terminal shows it.
-async fn gpuaas_keys(world: &World, args: &[&str]) -> String {
+pub(crate) async fn gpuaas_keys(world: &World, args: &[&str]) -> String {
     let admin = world.identity.person("admin").unwrap();
     let output = tokio::process::Command::new(&world.settings.executable)
         .arg("keys")
@@ -298,6 +299,9 @@ async fn what_is_sealed_moves_to_another_key_of_the_ring_and_none_that_is_needed
     }
     let kept = world.rent("h100", 1).await;
     kept.expect_state("active").await;
+    let program = Program::made(&mut world).await;
+    let shown_before = program.token(&world, 0).await;
+    world.keep_secret("a service account's access token", &shown_before);
     let ring = std::fs::read_to_string(&world.settings.key_ring_path).unwrap();
     let old = ring.lines().find(|line| line.starts_with("key dev")).unwrap().to_owned();
     let fresh = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, rand::random::<[u8; 32]>());
@@ -337,6 +341,11 @@ async fn what_is_sealed_moves_to_another_key_of_the_ring_and_none_that_is_needed
     for index in 0..2 {
         on_ring(&mut world, index, &[&new, "active second"]).await.unwrap();
     }
+    assert_eq!(
+        shown(&world, &shown_before).await,
+        [StatusCode::OK; 2],
+        "what signs service accounts' tokens is the same"
+    );
     kept.release().await;
     kept.expect_state("released").await;
     rented(&world, "h100").await;

@@ -28,6 +28,7 @@ mod runtime;
 mod schemathesis;
 mod secrets;
 mod service_accounts;
+mod service_tokens;
 mod sweep;
 mod system_executor;
 mod tasks;

@@ -42,13 +42,15 @@ async fn a_value_written_at_one_replica_holds_at_all_within_a_second_and_its_wor
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica() {
-    let world = World::plan().replicas(3).start().await;
+async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica_also_one_that_was_started_anew() {
+    let mut world = World::plan().replicas(3).start().await;
     world.admin.post(VALUES, &window(100)).await.created();
-    let from = chrono::Utc::now() + chrono::TimeDelta::seconds(4);
+    let from = chrono::Utc::now() + chrono::TimeDelta::seconds(8);
     let mut body = window(200);
     body["effective_at"] = json!(from);
     world.admin.post(VALUES, &body).await.created();
+    world.kill9_replica(2);
+    world.restart_replica(2).await;
     let admins: Vec<_> = (0..3).map(|index| world.at_replica(index, "admin")).collect();
     for admin in &admins {
         admin.wait_until(RESOLVE, "the first value holds", |it| it["value"] == 100).await;
@@ -74,6 +76,8 @@ async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica() {
 #[tokio::test(flavor = "multi_thread")]
 async fn while_the_bus_is_down_a_written_value_is_seen_by_all_within_a_minute() {
     let mut world = World::plan().replicas(3).start().await;
+    // Whoever owns the values owns them still when the bus is gone.
+    world.settled().await;
     world.set_policy("billing.window_seconds", 100).await;
     let listed = world.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
     let statement = "SELECT id FROM entity WHERE kind = 'policy' AND body::text LIKE '%' || $1 || '%'";

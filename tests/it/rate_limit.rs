@@ -6,6 +6,7 @@ use serde_json::json;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tests::world::World;
+use uuid::Uuid;
 
 const LIMIT: u32 = 60;
 
@@ -88,6 +89,14 @@ async fn three_replicas_at_many_times_the_limit_admit_burst_and_rate_times_time(
     world.end().await;
 }
 
+/// The replica that owns the cell's shard.
+async fn keeper(world: &World, cell: Uuid) -> usize {
+    let cluster = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
+    let owns = |member: &serde_json::Value| member["shards"].as_array().unwrap().contains(&json!(shard_of(cell).0));
+    let owner = cluster["members"].as_array().unwrap().iter().find(|member| owns(member)).unwrap()["name"].clone();
+    world.replicas.iter().position(|replica| owner == replica.name()).unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn where_the_keeper_of_a_quota_dies_requests_are_let_in_and_counted() {
     let (mut world, user) = limited().await;
@@ -96,10 +105,7 @@ async fn where_the_keeper_of_a_quota_dies_requests_are_let_in_and_counted() {
     };
     while ask(&world, 0).await == 200 {}
     let cell = command_id(&[b"rate limit", b"api", user.as_bytes()]).0;
-    let cluster = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
-    let owns = |member: &serde_json::Value| member["shards"].as_array().unwrap().contains(&json!(shard_of(cell).0));
-    let owner = cluster["members"].as_array().unwrap().iter().find(|member| owns(member)).unwrap()["name"].clone();
-    let owner = world.replicas.iter().position(|replica| owner == replica.name()).unwrap();
+    let owner = keeper(&world, cell).await;
     let survivor = (owner + 1) % 3;
     let before = counted(&world, FAIL_OPEN).await;
     world.kill9_replica(owner);
@@ -116,5 +122,38 @@ async fn where_the_keeper_of_a_quota_dies_requests_are_let_in_and_counted() {
         assert!(Instant::now() < until, "nobody limits any more");
     }
     world.restart_replica(owner).await;
+    world.end().await;
+}
+
+/// What is left of `user`'s quota, as this replica says.
+async fn left(world: &World, index: usize) -> u32 {
+    let answer = world.at_replica(index, "user").once(Method::GET, "/api/v1/skus", None).await;
+    let standing = answer.headers["ratelimit"].to_str().unwrap().to_owned();
+    let left = standing.split(';').find_map(|part| part.strip_prefix("r=")).unwrap_or_else(|| panic!("{standing}"));
+    left.parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_takes_a_quota_over_in_order_goes_on_counting() {
+    let (mut world, user) = limited().await;
+    let cell = command_id(&[b"rate limit", b"api", user.as_bytes()]).0;
+    let mut owner = keeper(&world, cell).await;
+    // Asked there alone, so that nobody else remembers anything.
+    for _ in 0..50 {
+        left(&world, owner).await;
+    }
+    let began = Instant::now();
+    // It leaves, and somebody else owns the shard; when it is back, the shard comes back too or stays: in order, either way.
+    world.replicas[owner].stop().await;
+    let survivor = (owner + 1) % 3;
+    let left_over = left(&world, survivor).await;
+    let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
+    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
+    world.replicas[owner].start_again().await.unwrap();
+    world.settled().await;
+    owner = keeper(&world, cell).await;
+    let left_over = left(&world, owner).await;
+    let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
+    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
     world.end().await;
 }

@@ -125,6 +125,33 @@ fn nothing_is_left_to_be_done_later() {
     }
 }
 
+#[test]
+fn what_the_specification_is_said_to_be_shown_by_is_a_test() {
+    let page = std::fs::read_to_string(root().join("tests/specification.md")).expect("the page is there");
+    let sources: BTreeMap<PathBuf, String> = sources().into_iter().collect();
+    let rows = page.lines().filter(|line| line.starts_with('|') && !line.starts_with("| ---"));
+    let rows: Vec<&str> = rows.filter(|line| !line.ends_with("| shown by |")).collect();
+    assert!(rows.len() > 50, "only {} rows were found", rows.len());
+    for row in rows {
+        let quoted = row.split('`').skip(1).step_by(2);
+        let named: Vec<_> = quoted.filter_map(|text| text.split_once(".rs::")).collect();
+        assert!(!named.is_empty(), "no test is named in: {row}");
+        for (file, function) in named {
+            let text = sources.get(Path::new(&format!("{file}.rs")));
+            let text = text.unwrap_or_else(|| panic!("there is no {file}.rs, which is named in: {row}"));
+            assert!(is_test(text, function), "{file}.rs has no test {function}, which is named in: {row}");
+        }
+    }
+}
+
+/// Whether the text has a function of that name under an attribute that makes it a test.
+fn is_test(text: &str, function: &str) -> bool {
+    let Some(at) = text.find(&format!("fn {function}(")) else { return false };
+    // Between the end of what stands before and the function.
+    let above = text[..at].rsplit("}\n").next().unwrap_or_default();
+    above.contains("#[test]") || above.contains("#[tokio::test")
+}
+
 /// Everything that git knows or would take up, as text, by its path in the workspace.
 fn sources() -> Vec<(PathBuf, String)> {
     let ran = Command::new("git")

@@ -32,18 +32,21 @@ pub enum Purpose {
     TaskSigning,
     /// They certify nodes.
     NodeCa,
+    /// They sign the access tokens of service accounts.
+    ServiceTokens,
     /// They seal what must be readable again; the keys themselves are in the operator's key ring alone.
     AtRest,
 }
 
 impl Purpose {
-    pub const ALL: [Self; 3] = [Self::TaskSigning, Self::NodeCa, Self::AtRest];
+    pub const ALL: [Self; 4] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::AtRest];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::TaskSigning => "task_signing",
             Self::NodeCa => "node_ca",
+            Self::ServiceTokens => "service_tokens",
             Self::AtRest => "at_rest",
         }
     }
@@ -380,19 +383,28 @@ impl KeySet {
         Ok(next.told(action, id, metadata, reason, ctx))
     }
 
-    /// How long a key that was active is needed: until the last task that it signed has ended, or the last certificate.
+    /// How long a key that was active is needed: until the last task that it signed has ended, the last certificate, or the last token.
     fn grace(&self, ctx: &Ctx<'_>) -> chrono::TimeDelta {
-        let key = match self.purpose {
-            Purpose::TaskSigning => policy::Key::KeysTaskGrace,
-            Purpose::NodeCa => policy::Key::NodeCertificateTtl,
-            Purpose::AtRest => policy::Key::KeysRotationOverdue,
-        };
-        seconds(key, ctx)
+        match self.purpose {
+            Purpose::TaskSigning => seconds(policy::Key::KeysTaskGrace, ctx),
+            Purpose::NodeCa => seconds(policy::Key::NodeCertificateTtl, ctx),
+            // As long as any token can live: how long those lived that were issued is nobody's memory.
+            Purpose::ServiceTokens => policy::Key::AuthServiceAccountTokenTtl.longest(),
+            Purpose::AtRest => seconds(policy::Key::KeysRotationOverdue, ctx),
+        }
+    }
+
+    /// Whether what these keys have signed is believed for its time alone, since nobody keeps a list of it.
+    const fn signs(&self) -> bool {
+        match self.purpose {
+            Purpose::TaskSigning | Purpose::ServiceTokens => true,
+            Purpose::NodeCa | Purpose::AtRest => false,
+        }
     }
 
     fn is_free(&self, id: &str, dependents: u64, now: Timestamp) -> Result<(), Rejection> {
         match self.key(id).map(|key| key.standing) {
-            Some(Standing::Grace { until }) if self.purpose == Purpose::TaskSigning && now < until => {
+            Some(Standing::Grace { until }) if self.signs() && now < until => {
                 Err(Rejection::InGrace { id: id.to_owned(), until })
             }
             Some(_) if dependents > 0 => Err(Rejection::InUse { id: id.to_owned(), dependents }),

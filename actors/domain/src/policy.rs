@@ -179,6 +179,15 @@ impl Key {
         }
     }
 
+    /// The longest time that a key in seconds admits.
+    #[must_use]
+    pub const fn longest(self) -> chrono::TimeDelta {
+        match self.bounds() {
+            Bounds::Int { max, .. } => chrono::TimeDelta::seconds(max),
+            Bounds::Enum { .. } | Bounds::Bool { .. } => chrono::TimeDelta::zero(),
+        }
+    }
+
     /// True where `value` is of the key's type and inside its bounds.
     #[must_use]
     pub fn admits(self, value: &Value) -> bool {

@@ -21,6 +21,14 @@ pub struct Cell {
     at: u64,
 }
 
+/// A cell on its way from one keeper to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Handed {
+    pub level: u64,
+    /// Nanoseconds since the level was so.
+    pub age: u64,
+}
+
 /// What became of a request, and what the caller may hope for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verdict {
@@ -54,6 +62,20 @@ impl Cell {
         }
     }
 
+    /// The cell as it goes to another keeper, whose clock is another one; `None` where it says nothing.
+    #[must_use]
+    pub const fn handed(&self, now: u64) -> Option<Handed> {
+        if self.is_idle(now) { None } else { Some(Handed { level: self.level, age: now.saturating_sub(self.at) }) }
+    }
+
+    /// Goes on from where another keeper was, unless more was taken here. What was taken elsewhere comes once or twice or late; it is
+    /// never counted twice.
+    pub fn go_on_from(&mut self, handed: Handed, now: u64) {
+        if handed.level > self.level {
+            *self = Self { level: handed.level, at: now.saturating_sub(handed.age) };
+        }
+    }
+
     /// True where the cell says no more than a new one would.
     #[must_use]
     pub const fn is_idle(&self, now: u64) -> bool {
@@ -84,6 +106,23 @@ mod tests {
         assert!(cell.take(120, SECOND / 2).admitted);
         // Five times the limit for ten seconds: two a second.
         assert_eq!(admitted(&mut cell, 120, (0..100).map(|n| SECOND / 2 + (n + 1) * SECOND / 10)), 20);
+    }
+
+    #[test]
+    fn another_keeper_goes_on_where_the_one_before_was_and_counts_nothing_twice() {
+        let (mut first, mut next) = (Cell::default(), Cell::default());
+        assert_eq!(admitted(&mut first, 60, [1000 * SECOND; 50]), 50);
+        // Four seconds later, by clocks that began at other times.
+        let handed = first.handed(1004 * SECOND).unwrap();
+        next.go_on_from(handed, 70 * SECOND);
+        next.go_on_from(handed, 70 * SECOND);
+        assert_eq!(admitted(&mut next, 60, [70 * SECOND; 50]), 14, "ten of the burst, four of the time");
+        next.go_on_from(handed, 71 * SECOND);
+        assert_eq!(admitted(&mut next, 60, [71 * SECOND; 50]), 1, "what comes late changes nothing");
+        assert_eq!(first.handed(1061 * SECOND), None, "an idle cell is not worth a word");
+        next.go_on_from(Handed { level: u64::MAX, age: u64::MAX }, 71 * SECOND);
+        let (full, again) = (next.take(60, 200 * SECOND), next.take(60, 201 * SECOND));
+        assert!(!full.admitted && again.admitted, "nonsense is a full cell, and no more than that");
     }
 
     #[test]

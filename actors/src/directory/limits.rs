@@ -6,12 +6,19 @@
 use super::Directory;
 use crate::place::shard_of;
 use crate::ports::RemoteError;
-use domain::rate_limit::Verdict;
+use domain::Shard;
+use domain::rate_limit::{Handed, Verdict};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 /// The first bytes of a question and an answer: what it is, and the version of its form.
 const MARK: [u8; 2] = [b'L', 1];
+
+/// A cell that is handed over: its id, its level, its age.
+const HANDED: usize = 16 + 8 + 8;
+/// The cells in one message, which is half of what NATS takes.
+const IN_ONE_MESSAGE: usize = 16_384;
 
 /// The keeper of the cell cannot be asked, or has no room for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -38,6 +45,39 @@ impl Directory {
         let answer = tokio::time::timeout(within, self.remote.request(shard, question, within)).await;
         let answer = answer.unwrap_or(Err(RemoteError::TimedOut)).map_err(Unlimited::Away)?;
         decoded(&answer).ok_or(Unlimited::NotKept)
+    }
+
+    /// What the next owner of these shards has to know of their cells, as messages for [`Directory::go_on_with_cells`]. They stay here
+    /// until [`Directory::forget_cells`]: the shards may stay after all.
+    #[must_use]
+    pub fn cells_of(&self, shards: &BTreeSet<Shard>) -> Vec<Vec<u8>> {
+        let cells = self.cells.handed(|cell| shards.contains(&shard_of(cell)), Instant::now());
+        let message = |cells: &[(Uuid, Handed)]| {
+            let mut message = MARK.to_vec();
+            for (id, handed) in cells {
+                message.extend(id.as_bytes());
+                message.extend(handed.level.to_be_bytes());
+                message.extend(handed.age.to_be_bytes());
+            }
+            message
+        };
+        cells.chunks(IN_ONE_MESSAGE).map(message).collect()
+    }
+
+    /// Goes on with what the owner before knew of the cells of some shards. Their time on the way is not counted.
+    pub fn go_on_with_cells(&self, message: &[u8]) {
+        let Some(cells) = message.strip_prefix(&MARK).filter(|cells| cells.len() <= HANDED * IN_ONE_MESSAGE) else {
+            return;
+        };
+        let now = Instant::now();
+        for (id, handed) in cells.chunks_exact(HANDED).filter_map(decoded_cell) {
+            self.cells.go_on_from(id, handed, now);
+        }
+    }
+
+    /// These shards' cells are another's to keep.
+    pub fn forget_cells(&self, shards: &BTreeSet<Shard>) {
+        self.cells.forget(|cell| shards.contains(&shard_of(cell)));
     }
 
     /// The answer to another member's question; `None` where `payload` is none.
@@ -72,6 +112,13 @@ fn decoded(answer: &[u8]) -> Option<Verdict> {
         full_after: Duration::from_nanos(u64::from_be_bytes(*full_after)),
         retry_after: Duration::from_nanos(u64::from_be_bytes(retry_after.try_into().ok()?)),
     })
+}
+
+fn decoded_cell(bytes: &[u8]) -> Option<(Uuid, Handed)> {
+    let (id, rest) = bytes.split_first_chunk::<16>()?;
+    let (level, age) = rest.split_first_chunk::<8>()?;
+    let handed = Handed { level: u64::from_be_bytes(*level), age: u64::from_be_bytes(age.try_into().ok()?) };
+    Some((Uuid::from_bytes(*id), handed))
 }
 
 #[cfg(test)]

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::auth::Acting;
 use crate::auth::service_token::ServiceTokens;
 use crate::body::Form;
 use crate::buckets::{Buckets, Rate, network_of};
@@ -136,7 +135,7 @@ pub(super) async fn issue(
         .map_err(|why| failures.count(Some(client_id), address, refused(by_header, why)))?;
     let (policy, now) = (services.world.policy(), services.world.now());
     let life = policy.int(Key::AuthServiceAccountTokenTtl, &account.scopes(), now);
-    let token = tokens.issue(Acting { account: account.id, key }, now, TimeDelta::seconds(life))?;
+    let token = tokens.issue(account.id, key, now, TimeDelta::seconds(life))?;
     tracing::info!(service_account.id = %account.id, key.id = %key, "service account {} got an access token", account.id);
     let headers = [
         (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),

@@ -169,7 +169,7 @@ fn known(caller: Caller) -> authz::Caller {
         project_id: caller.project_id,
         plan: caller.plan,
         grant: None,
-        service_account: caller.acting.map(|acting| acting.account),
+        service_account: caller.acting.as_ref().map(|acting| acting.account),
     }
 }
 
@@ -183,7 +183,7 @@ impl Asking {
         };
         Ok(Self {
             token_expires_at: caller.token_expires_at,
-            acting: caller.acting,
+            acting: caller.acting.clone(),
             key: if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None },
             caller: known(caller),
             services: services.clone(),
@@ -284,7 +284,7 @@ impl Asking {
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
         self.scope.record_resource(format_args!("{}/{id}", M::KIND));
         let permit = authorize(&self.principal(), command.action()).map_err(|denied| {
-            let message = match self.acting {
+            let message = match &self.acting {
                 Some(_) => "A service account may not do this; log in as a person who may.",
                 None => "Your role does not allow this; ask an administrator.",
             };

@@ -42,6 +42,8 @@ pub enum KeyPurpose {
     TaskSigning,
     /// They certify nodes.
     NodeCa,
+    /// They sign the access tokens of service accounts.
+    ServiceTokens,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
@@ -170,8 +172,10 @@ pub struct CutOff {
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The keys.", body = AllKeys)))]
 pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -> Result<Json<AllKeys>, ApiError> {
     let keys = read(&services).await?;
-    let sets =
-        vec![view(&services, &keys, Purpose::TaskSigning).await?, view(&services, &keys, Purpose::NodeCa).await?];
+    let mut sets = Vec::new();
+    for purpose in KeyPurpose::ALL {
+        sets.push(view(&services, &keys, purpose).await?);
+    }
     let at_rest = at_rest(&services).await?;
     Ok(Json(AllKeys { sets, at_rest, replicas: replicas(&services).await? }))
 }
@@ -191,7 +195,7 @@ pub(super) async fn stage(
     State(services): State<Services>,
     body::Json(asked): body::Json<NewStaged>,
 ) -> Result<Response, ApiError> {
-    let purpose = Purpose::from(asked.purpose);
+    let purpose = asked.purpose;
     // A second one would be refused: no key is made for that. A repetition gets its first answer all the same.
     let keys = read(&services).await?;
     let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
@@ -200,75 +204,82 @@ pub(super) async fn stage(
     } else if let Some(staged) = staged {
         return Err(Rejection::AlreadyStaged { id: staged.id.clone() }.explain());
     } else {
-        make(&services.trust.secrets, &services.trust.domain, purpose).await?
+        make(&services.trust.secrets, &services.trust.domain, purpose.into()).await?
     };
     let doing = Doing { purpose, change: Change::Stage { key }, reason: asked.reason.to_string(), cut_off: Vec::new() };
     doing.carried_out(&asking, &services, &asked, StatusCode::CREATED).await
 }
 
-/// Puts a staged key to use. The one before is trusted on, in grace.
-///
-/// It is refused while a replica does not know the key, which could not serve what others do with it.
-#[utoipa::path(
-    post,
-    path = "/",
-    request_body = KeyStep,
-    responses(
-        (status = 200, description = "It is active on every replica.", body = Changed),
-        (status = 202, description = "It is active; some replicas use the one before yet.", body = Changed),
-    ),
-)]
-pub(super) async fn activate(
-    May { asking, .. }: May<RotateKeys>,
-    State(services): State<Services>,
-    body::Json(asked): body::Json<KeyStep>,
-) -> Result<Response, ApiError> {
-    let purpose = Purpose::from(asked.purpose);
-    if !asked.force && !asking.is_repetition().await? {
-        let version = set_of(&read(&services).await?, purpose).version;
-        let behind = until_heard(&services, purpose, version).await?;
-        if !behind.is_empty() {
-            let names = behind.join(", ");
-            return Err(ApiError::new(
-                Code::StateConflict,
-                format!("Not every replica knows the key yet: {names}. Ask again in a moment, or end those that hang."),
-            )
-            .detail("waiting_for", serde_json::json!(behind)));
+/// A route for each step that a key takes: its name, what is so in the end and until then, and its description.
+macro_rules! steps {
+    ($($(#[doc = $doc:tt])+ $name:ident: $prepared:ident, $done:tt, $waits:tt;)+) => {$(
+        $(#[doc = $doc])+
+        #[utoipa::path(
+            post,
+            path = "/",
+            request_body = KeyStep,
+            responses(
+                (status = 200, description = $done, body = Changed),
+                (status = 202, description = $waits, body = Changed),
+            ),
+        )]
+        pub(super) async fn $name(
+            May { asking, .. }: May<RotateKeys>,
+            State(services): State<Services>,
+            body::Json(asked): body::Json<KeyStep>,
+        ) -> Result<Response, ApiError> {
+            let (asking, doing) = asked.$prepared(asking, &services).await?;
+            doing.carried_out(&asking, &services, &asked, StatusCode::OK).await
         }
-    }
-    let change = Change::Activate { id: asked.key_id.to_string() };
-    let doing = Doing { purpose, change, reason: asked.reason.to_string(), cut_off: Vec::new() };
-    doing.carried_out(&asking, &services, &asked, StatusCode::OK).await
+    )+};
 }
 
-/// Trusts a key no more. Its private half is destroyed.
-///
-/// A signing key is refused before its grace is over, an authority while nodes have certificates by it alone; with `force` neither is,
-/// and the answer names the nodes that are cut off.
-#[utoipa::path(
-    post,
-    path = "/",
-    request_body = KeyStep,
-    responses(
-        (status = 200, description = "No replica trusts it.", body = Changed),
-        (status = 202, description = "It is retired; some replicas trust it yet.", body = Changed),
-    ),
-)]
-pub(super) async fn retire(
-    May { asking, .. }: May<RotateKeys>,
-    State(services): State<Services>,
-    body::Json(asked): body::Json<KeyStep>,
-) -> Result<Response, ApiError> {
-    let (purpose, id) = (Purpose::from(asked.purpose), asked.key_id.to_string());
-    let keys = read(&services).await?;
-    let (cut_off, dependents) = match purpose {
-        Purpose::NodeCa => dependents(&services, &keys, &id, NAMED).await?,
-        Purpose::TaskSigning | Purpose::AtRest => (Vec::new(), 0),
-    };
-    let change = Change::Retire { id, dependents, force: asked.force };
-    let doing = Doing { purpose, change, reason: asked.reason.to_string(), cut_off };
-    // A key that has leaked is to go now, however much waits.
-    doing.carried_out(&asking.urgently(), &services, &asked, StatusCode::OK).await
+steps! {
+    /// Puts a staged key to use. The one before is trusted on, in grace.
+    ///
+    /// It is refused while a replica does not know the key, which could not serve what others do with it.
+    activate: activation, "It is active on every replica.", "It is active; some replicas use the one before yet.";
+
+    /// Trusts a key no more. Its private half is destroyed.
+    ///
+    /// A signing key is refused before its grace is over, an authority while nodes have certificates by it alone; with `force` neither
+    /// is, and the answer names the nodes that are cut off.
+    retire: retirement, "No replica trusts it.", "It is retired; some replicas trust it yet.";
+}
+
+impl KeyStep {
+    async fn activation(&self, asking: Asking, services: &Services) -> Result<(Asking, Doing), ApiError> {
+        if !self.force && !asking.is_repetition().await? {
+            let version = set_of(&read(services).await?, self.purpose).version;
+            let behind = until_heard(services, self.purpose, version).await?;
+            if !behind.is_empty() {
+                let names = behind.join(", ");
+                return Err(ApiError::new(
+                    Code::StateConflict,
+                    format!(
+                        "Not every replica knows the key yet: {names}. Ask again in a moment, or end those that hang."
+                    ),
+                )
+                .detail("waiting_for", serde_json::json!(behind)));
+            }
+        }
+        let change = Change::Activate { id: self.key_id.to_string() };
+        let doing = Doing { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off: Vec::new() };
+        Ok((asking, doing))
+    }
+
+    async fn retirement(&self, asking: Asking, services: &Services) -> Result<(Asking, Doing), ApiError> {
+        let id = self.key_id.to_string();
+        let keys = read(services).await?;
+        let (cut_off, dependents) = match self.purpose {
+            KeyPurpose::NodeCa => dependents(services, &keys, &id, NAMED).await?,
+            KeyPurpose::TaskSigning | KeyPurpose::ServiceTokens => (Vec::new(), 0),
+        };
+        let change = Change::Retire { id, dependents, force: self.force };
+        let doing = Doing { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off };
+        // A key that has leaked is to go now, however much waits.
+        Ok((asking.urgently(), doing))
+    }
 }
 
 /// Has everything sealed anew under the key of the key ring that is active in its file.
@@ -321,7 +332,7 @@ async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
 
 /// A change under way.
 struct Doing {
-    purpose: Purpose,
+    purpose: KeyPurpose,
     change: Change,
     reason: String,
     cut_off: Vec<CutOff>,
@@ -336,11 +347,11 @@ impl Doing {
         done: StatusCode,
     ) -> Result<Response, ApiError> {
         let keys = read(services).await?;
-        let on = match keys.prepare(self.purpose, &self.change)? {
+        let on = match keys.prepare(self.purpose.into(), &self.change)? {
             Ok(on) => on,
             // What was done before is refused now; whoever repeats it is to hear what came of it.
             Err(_) if asking.is_repetition().await? => Basis {
-                purpose: self.purpose,
+                purpose: self.purpose.into(),
                 version: set_of(&keys, self.purpose).version,
                 founding: NONE,
                 founded_at: services.world.now(),
@@ -349,7 +360,7 @@ impl Doing {
             Err(rejection) => return Err(self.explained(rejection)),
         };
         let command = Command::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
-        let answered = asking.try_ask::<KeySet>(set_id(self.purpose), command, body).await?;
+        let answered = asking.try_ask::<KeySet>(set_id(self.purpose.into()), command, body).await?;
         let answered: Answered<Reply> = answered.map_err(|error| match error {
             actors::AskError::Rejected(rejection) => self.explained(rejection),
             other => crate::answer::not_answered(other),
@@ -375,10 +386,11 @@ async fn read(services: &Services) -> Result<Keys, ApiError> {
     Ok(Keys::read(&trust.secrets, &services.reads, &trust.domain).await?)
 }
 
-const fn set_of(keys: &Keys, purpose: Purpose) -> &KeySet {
+const fn set_of(keys: &Keys, purpose: KeyPurpose) -> &KeySet {
     match purpose {
-        Purpose::TaskSigning | Purpose::AtRest => &keys.task.set,
-        Purpose::NodeCa => &keys.node.set,
+        KeyPurpose::TaskSigning => &keys.task.set,
+        KeyPurpose::NodeCa => &keys.node.set,
+        KeyPurpose::ServiceTokens => &keys.service.set,
     }
 }
 
@@ -394,7 +406,7 @@ async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> R
 }
 
 /// Waits until every living replica goes by this version, and answers with those that do not.
-async fn until_heard(services: &Services, purpose: Purpose, version: u64) -> Result<Vec<String>, ApiError> {
+async fn until_heard(services: &Services, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
     until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
 }
 
@@ -424,18 +436,14 @@ async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
     Ok(tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect())
 }
 
-async fn view(services: &Services, keys: &Keys, purpose: Purpose) -> Result<KeySetView, ApiError> {
+async fn view(services: &Services, keys: &Keys, purpose: KeyPurpose) -> Result<KeySetView, ApiError> {
     let set = set_of(keys, purpose);
     let mut views = Vec::new();
     for key in &set.keys {
-        let counted = purpose == Purpose::NodeCa && key.standing.phase() != Phase::Retired;
+        let counted = purpose == KeyPurpose::NodeCa && key.standing.phase() != Phase::Retired;
         let dependents = if counted { Some(dependents(services, keys, &key.id, 1).await?.1) } else { None };
         views.push(KeyView::of(key, dependents));
     }
-    let purpose = match purpose {
-        Purpose::TaskSigning | Purpose::AtRest => KeyPurpose::TaskSigning,
-        Purpose::NodeCa => KeyPurpose::NodeCa,
-    };
     Ok(KeySetView { purpose, version: set.version, keys: views })
 }
 
@@ -459,12 +467,11 @@ impl KeyView {
 }
 
 impl KeyPurpose {
+    const ALL: [Self; 3] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens];
+
     #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::TaskSigning => Purpose::TaskSigning.name(),
-            Self::NodeCa => Purpose::NodeCa.name(),
-        }
+    pub fn name(self) -> &'static str {
+        Purpose::from(self).name()
     }
 }
 
@@ -494,6 +501,7 @@ impl From<KeyPurpose> for Purpose {
         match purpose {
             KeyPurpose::TaskSigning => Self::TaskSigning,
             KeyPurpose::NodeCa => Self::NodeCa,
+            KeyPurpose::ServiceTokens => Self::ServiceTokens,
         }
     }
 }

@@ -10,6 +10,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use domain::node::{Command, Life, Node, OnboardingMode, Probe, Registration, Rejection, Reply};
+use domain::policy::Key;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -141,7 +142,7 @@ pub(super) async fn create(
     let sku = sku::active(&services, &new.sku).await?;
     let onboarding_mode = match new.onboarding_mode {
         Mode::Manual => OnboardingMode::Manual,
-        Mode::Maas => return Err(no_provider()),
+        Mode::Maas => return Err(no_provider(&services, &asking)),
     };
     let probe = if new.probe { Some(probed(&services, &host, new.port.0).await?) } else { None };
     let registration = Registration {
@@ -356,9 +357,17 @@ async fn probed(services: &Services, host: &Host, port: u16) -> Result<Probe, Ap
     Ok(Probe { reachable, checked_at: services.world.now(), error })
 }
 
-fn no_provider() -> ApiError {
-    ApiError::new(Code::ServiceUnavailable, "This installation has no bare-metal provider; use onboarding_mode manual.")
+/// Why no provider's automation prepares the machine: it is switched off, or there is none.
+fn no_provider(services: &Services, asking: &Asking) -> ApiError {
+    let on = services.world.policy().is_on(Key::MaasEnabled, &asking.scopes(), services.world.now());
+    let message = if on {
+        "This installation has no bare-metal provider; use onboarding_mode manual."
+    } else {
+        "The bare-metal provider is switched off; use onboarding_mode manual, or set the policy maas.enabled to true."
+    };
+    ApiError::new(Code::ServiceUnavailable, message)
         .detail("field", "onboarding_mode")
+        .detail("policy_key", Key::MaasEnabled.name())
 }
 
 fn unexpected() -> ApiError {

@@ -15,6 +15,7 @@ mod platform_roles;
 mod policies;
 mod repetitions;
 mod service_accounts;
+mod service_tokens;
 mod skus;
 mod ssh_keys;
 mod world;

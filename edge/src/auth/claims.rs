@@ -69,6 +69,8 @@ pub enum TokenFault {
     Claim(String),
     #[error("the service account or its key is gone")]
     Revoked,
+    #[error("the service's own key that signed the token is retired")]
+    Retired,
     #[error("the provider's keys have not been had")]
     NoKeys(#[source] JwksError),
     #[error("the service account cannot be read")]

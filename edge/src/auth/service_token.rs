@@ -1,5 +1,5 @@
-//! Access tokens of service accounts: JSON Web Tokens (RFC 9068) that the control plane signs itself, with one Ed25519 key for the
-//! cluster.
+//! Access tokens of service accounts: JSON Web Tokens (RFC 9068) that the control plane signs itself, with an Ed25519 key of the
+//! cluster's that operators rotate ([`crate::keys::ServiceKeys`]).
 //!
 //! The signature says that a token was issued, not that it still holds: each request with one reads its account from Postgres, so that a
 //! revoked key is refused by every replica from the moment the change was answered. What the account may do is taken from there too.
@@ -8,25 +8,24 @@ use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Duration, Utc};
 use domain::authz::Role;
 use domain::service_account::ServiceAccount;
-use domain::{EntityRef, Kind, ServiceAccountId};
-use ed25519_dalek::{Signature, Signer, SigningKey};
+use domain::{EntityRef, Kind, ServiceAccountId, ServiceAccountKeyId};
+use ed25519_dalek::{Signature, Signer};
 use persistence::{Reads, StoreError};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use super::claims::{Presented, TokenFault, read_times};
 use super::{ADMIN, Acting, Caller};
 use crate::error::ApiError;
+use crate::keys::KeysInForce;
 
 /// Issues and verifies them.
 pub struct ServiceTokens {
     /// `iss` and `aud`: the public URL. What is issued here is for here.
     issuer: String,
-    key: SigningKey,
-    key_id: String,
+    keys: KeysInForce,
     reads: Reads,
 }
 
@@ -46,35 +45,43 @@ struct Claims {
 
 impl ServiceTokens {
     #[must_use]
-    pub fn new(public_url: impl Into<String>, key: SigningKey, reads: Reads) -> Self {
-        let key_id = format!("gpuaas-{}", hex::encode(&Sha256::digest(key.verifying_key().as_bytes())[..8]));
-        Self { issuer: public_url.into(), key, key_id, reads }
+    pub fn new(public_url: impl Into<String>, keys: KeysInForce, reads: Reads) -> Self {
+        Self { issuer: public_url.into(), keys, reads }
     }
 
-    pub(super) fn key_id(&self) -> &str {
-        &self.key_id
+    /// Whether a token that names this key is to be one of these, whether or not the key is still trusted.
+    pub(super) fn are_signed_by(&self, key_id: &str) -> bool {
+        self.keys.load().service.is_ours(key_id)
     }
 
     /// A token for an account that has shown a key of its own.
     ///
     /// # Errors
     /// Where the claims cannot be written down.
-    pub fn issue(&self, acting: Acting, now: DateTime<Utc>, life: Duration) -> Result<SecretString, ApiError> {
+    pub fn issue(
+        &self,
+        account: ServiceAccountId,
+        key: ServiceAccountKeyId,
+        now: DateTime<Utc>,
+        life: Duration,
+    ) -> Result<SecretString, ApiError> {
+        let keys = self.keys.load();
+        let (signer, signing) = keys.service.signing().ok_or_else(|| ApiError::internal("no key signs tokens"))?;
         let claims = Claims {
             iss: self.issuer.clone(),
             aud: self.issuer.clone(),
-            sub: acting.account.0,
-            client_id: acting.account.0,
-            key_id: acting.key.0,
+            sub: account.0,
+            client_id: account.0,
+            key_id: key.0,
             iat: now.timestamp(),
             exp: (now + life).timestamp(),
             jti: Uuid::new_v4(),
         };
         let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-        let header = json!({ "typ": "at+jwt", "alg": "EdDSA", "kid": self.key_id });
+        let header = json!({ "typ": "at+jwt", "alg": "EdDSA", "kid": signer });
         let claims = serde_json::to_value(&claims).map_err(ApiError::internal)?;
         let signed = format!("{}.{}", part(&header), part(&claims));
-        let signature = URL_SAFE_NO_PAD.encode(self.key.sign(signed.as_bytes()).to_bytes());
+        let signature = URL_SAFE_NO_PAD.encode(signing.sign(signed.as_bytes()).to_bytes());
         Ok(format!("{signed}.{signature}").into())
     }
 
@@ -84,7 +91,8 @@ impl ServiceTokens {
         }
         let (signed, signature) = token.signed()?;
         let signature = Signature::from_slice(&signature).map_err(|_| TokenFault::Signature)?;
-        self.key.verifying_key().verify_strict(signed, &signature).map_err(|_| TokenFault::Signature)?;
+        let key = self.keys.load().service.trusted(&token.kid).ok_or(TokenFault::Retired)?;
+        key.verify_strict(signed, &signature).map_err(|_| TokenFault::Signature)?;
         let read = token.claims()?;
         let token_expires_at = read_times(&read, Duration::zero(), now)?;
         let claims: Claims = serde_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;
@@ -94,8 +102,8 @@ impl ServiceTokens {
         if claims.aud != self.issuer {
             return Err(TokenFault::Audience);
         }
-        let acting = Acting { account: claims.sub.into(), key: claims.key_id.into() };
-        let account = self.account_of(acting).await.map_err(TokenFault::Store)?.ok_or(TokenFault::Revoked)?;
+        let acting = Acting { account: claims.sub.into(), key: claims.key_id.into(), signed_by: token.kid.clone() };
+        let account = self.account_of(&acting).await.map_err(TokenFault::Store)?.ok_or(TokenFault::Revoked)?;
         let owner = account.owner;
         Ok(Caller {
             user_id: owner.user_id,
@@ -108,8 +116,11 @@ impl ServiceTokens {
         })
     }
 
-    /// The account, where it is there and the key is one of its own.
-    pub(super) async fn account_of(&self, acting: Acting) -> Result<Option<ServiceAccount>, StoreError> {
+    /// The account, where it is there, the key is one of its own, and what signed the token is trusted.
+    pub(super) async fn account_of(&self, acting: &Acting) -> Result<Option<ServiceAccount>, StoreError> {
+        if self.keys.load().service.trusted(&acting.signed_by).is_none() {
+            return Ok(None);
+        }
         Ok(self.account(acting.account).await?.filter(|account| account.keys.contains_key(&acting.key)))
     }
 

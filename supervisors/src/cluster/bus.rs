@@ -4,7 +4,7 @@ use actors::Directory;
 use actors::ports::{Remote, RemoteError};
 use anyhow::Context;
 use async_nats::client::RequestErrorKind;
-use async_nats::{Client, ConnectOptions, Request};
+use async_nats::{Client, ConnectOptions, Request, Subject};
 use domain::{MemberId, NodeId, Shard, TerminalSessionId};
 use edge::terminal::relay;
 use futures::future::BoxFuture;
@@ -149,16 +149,19 @@ impl Bus {
         self.say_with(subject, async_nats::HeaderMap::new(), payload).await;
     }
 
-    async fn say_with(&self, subject: &'static str, headers: async_nats::HeaderMap, payload: Vec<u8>) {
+    async fn say_with(&self, subject: impl Into<Subject>, headers: async_nats::HeaderMap, payload: Vec<u8>) {
+        let subject = subject.into();
         // Best effort by nature: who must know reads Postgres. While there is no connection the client would keep what is said, and
         // at last keep us waiting.
         if !self.is_connected() {
             return;
         }
-        let said =
-            tokio::time::timeout(SAID_WITHIN, self.client.publish_with_headers(subject, headers, payload.into())).await;
-        if !matches!(said, Ok(Ok(()))) {
-            tracing::debug!(subject, "could not publish");
+        let said = tokio::time::timeout(
+            SAID_WITHIN,
+            self.client.publish_with_headers(subject.clone(), headers, payload.into()),
+        );
+        if !matches!(said.await, Ok(Ok(()))) {
+            tracing::debug!(%subject, "could not publish");
         }
     }
 
@@ -170,6 +173,19 @@ impl Bus {
     /// Tells the others to read the shard table now instead of at their next turn.
     pub async fn ownership_changed(&self) {
         self.say("gpuaas.cluster.changed", Vec::new()).await;
+    }
+
+    /// Tells `heir` what the rate limits of its coming shards have counted.
+    pub async fn hand_cells(&self, heir: MemberId, cells: Vec<u8>) {
+        self.say_with(cells_of(heir), async_nats::HeaderMap::new(), cells).await;
+    }
+
+    /// What others tell this member so.
+    ///
+    /// # Errors
+    /// Where the connection is gone for good.
+    pub async fn cells_for(&self, me: MemberId) -> anyhow::Result<async_nats::Subscriber> {
+        Ok(self.client.subscribe(cells_of(me)).await?)
     }
 
     /// Serves commands for `shard` until `until`, and then those that were sent before that was known. Where it ends before, `until` is
@@ -277,6 +293,10 @@ impl relay::Bus for Bus {
     fn inbox(&self, name: &str) -> String {
         format!("_INBOX.{}.{name}", self.name)
     }
+}
+
+fn cells_of(member: MemberId) -> String {
+    format!("gpuaas.cells.{member}")
 }
 
 fn subject_of(shard: Shard) -> String {

@@ -125,7 +125,9 @@ impl Owner {
     /// # Errors
     /// Where the subscription ends.
     pub async fn listen(&self) -> anyhow::Result<()> {
-        let mut words = self.bus.client().subscribe("gpuaas.cluster.*").await?;
+        let words = self.bus.client().subscribe("gpuaas.cluster.*").await?;
+        let cells = self.bus.cells_for(self.view.me.id).await?;
+        let mut words = futures::stream::select(words, cells);
         while let Some(word) = words.next().await {
             match word.subject.as_str() {
                 "gpuaas.cluster.beat" => {
@@ -136,6 +138,7 @@ impl Owner {
                     }
                 }
                 "gpuaas.cluster.changed" => self.look.notify_one(),
+                subject if subject.starts_with("gpuaas.cells.") => self.directory.go_on_with_cells(&word.payload),
                 _ => {}
             }
         }
@@ -226,6 +229,7 @@ impl Owner {
                     tracing::info!(shard = %owned.shard, "another member took the shard");
                     self.stop_serving(owned.shard);
                     self.host.lose(owned.shard);
+                    self.directory.forget_cells(&[owned.shard].into());
                 }
                 // A read that is older than our own takeover.
                 (false, Some(_) | None) => {}
@@ -309,7 +313,15 @@ impl Owner {
             by_heir.entry(to).or_default().push((term.shard, term.epoch));
         }
         for (to, shards) in by_heir {
+            let going = shards.iter().map(|(shard, _)| *shard).collect();
+            // Said before the heir can know that it owns them, and lost where it cannot be said: it is worth no waiting.
+            if let Some(heir) = to {
+                for cells in self.directory.cells_of(&going) {
+                    self.bus.hand_cells(heir, cells).await;
+                }
+            }
             self.cluster.hand_over(self.view.me.id, to, &shards).await?;
+            self.directory.forget_cells(&going);
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::Principal;
 use crate::machine::Trace;
-use crate::policy::PolicyBook;
+use crate::policy::{Bounds, PolicyBook};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use uuid::Uuid;
@@ -85,6 +85,20 @@ fn a_key_goes_from_staged_to_active_to_grace_to_retired_and_each_step_is_publish
 fn a_key_that_leaked_is_retired_by_force_before_its_grace_is_over() {
     let set = rotated(Purpose::TaskSigning, &[stage("two"), activate("two"), retire("one", 0, true)]);
     assert_eq!(phases(&set), [("one", Phase::Retired), ("two", Phase::Active)]);
+}
+
+#[test]
+fn a_signer_of_tokens_is_trusted_as_long_as_any_token_may_live() {
+    let set = rotated(Purpose::ServiceTokens, &[stage("two"), activate("two")]);
+    assert_eq!(phases(&set), [("one", Phase::Grace), ("two", Phase::Active)]);
+    let Bounds::Int { max, .. } = policy::Key::AuthServiceAccountTokenTtl.bounds() else { panic!("it is a number") };
+    let end = 60 + max;
+    let retired =
+        |force, when| decide(Some(&set), rotate(retire("one", 0, force), Purpose::ServiceTokens, 2), at(when));
+    assert_eq!(retired(false, end - 1).err(), Some(Rejection::InGrace { id: "one".into(), until: at(end) }));
+    assert_eq!(phases(&retired(false, end).unwrap().next.unwrap())[0], ("one", Phase::Retired));
+    let leaked = retired(true, 61).unwrap();
+    assert_eq!((leaked.audit[0].action, &leaked.audit[0].metadata["forced"]), (AuditAction::KeysRetire, &json!(true)));
 }
 
 #[test]

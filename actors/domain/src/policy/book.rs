@@ -195,6 +195,12 @@ impl PolicyBook {
         TimeDelta::seconds(self.int(key, scopes, now))
     }
 
+    /// The value of a switch.
+    #[must_use]
+    pub fn is_on(&self, key: Key, scopes: &Scopes, now: Timestamp) -> bool {
+        self.resolve(key, scopes, now).0 == Value::Bool(true)
+    }
+
     /// The value of a text key.
     #[must_use]
     pub fn text(&self, key: Key, scopes: &Scopes, now: Timestamp) -> String {

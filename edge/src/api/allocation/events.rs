@@ -153,7 +153,7 @@ impl Telling {
     }
 
     async fn may_hear(&self) -> bool {
-        match self.acting {
+        match &self.acting {
             Some(acting) => self.services.authenticator.still_acts(acting).await.unwrap_or(false),
             None => true,
         }

@@ -4,6 +4,7 @@ use super::world::{Answer, World, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
 use domain::node::{Command, Life, Node, Reply};
+use domain::policy::Key;
 use domain::{AllocationId, Principal};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -215,6 +216,25 @@ async fn what_cannot_be_a_node_is_refused() {
     refuse("probe", json!(true)).await;
     refuse("id", json!("mine")).await;
     insta::assert_snapshot!(lines.join("\n"));
+    assert!(world.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_provider_that_is_switched_off_or_not_there_prepares_no_machine() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let mut body = node_body("h100x4", 4);
+    body["onboarding_mode"] = json!("maas");
+    let register = async || world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+    let message = |answer: &Answer| answer.body["message"].as_str().unwrap().to_owned();
+    let off = register().await;
+    assert_eq!(off.refused(503, "service_unavailable")["policy_key"], "maas.enabled");
+    assert!(off.headers.contains_key("retry-after") && message(&off).contains("switched off"), "{}", off.body);
+
+    world.switch(Key::MaasEnabled, true);
+    let missing = register().await;
+    missing.refused(503, "service_unavailable");
+    assert!(message(&missing).contains("has no bare-metal provider"), "{}", missing.body);
     assert!(world.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
 }
 

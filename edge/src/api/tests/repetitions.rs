@@ -86,4 +86,10 @@ async fn of_many_equal_requests_at_once_one_makes_something() {
     other.send().await.refused(422, "idempotency_key_reused");
     let all = world.get("/api/v1/allocations").admin().send().await;
     assert_eq!(all.is(200)["items"].as_array().unwrap().len(), 1);
+    // The same words of another user are another request, which shows nothing of the first.
+    let bobs = world.post("/api/v1/allocations").user("bob").key("k").json(&json!({"sku": "h100x4", "gpu_count": 1}));
+    let bobs = bobs.send().await;
+    assert!(!bobs.is_replayed());
+    assert_eq!(bobs.is(201)["user_id"], "bob");
+    assert_ne!(bobs.body["id"], last.body["id"]);
 }

@@ -13,9 +13,9 @@ use std::time::Duration;
 const ACCOUNTS: &str = "/api/v1/service-accounts";
 const TOKEN: &str = "/api/v1/service-accounts/token";
 
-struct Account {
-    id: String,
-    key: String,
+pub(super) struct Account {
+    pub(super) id: String,
+    pub(super) key: String,
     secret: String,
 }
 
@@ -32,7 +32,7 @@ impl World {
         made.is(201)["id"].as_str().unwrap().to_owned()
     }
 
-    async fn keyed(&self, owner: &str, roles: &[&str]) -> Account {
+    pub(super) async fn keyed(&self, owner: &str, roles: &[&str]) -> Account {
         let id = self.account(owner, roles).await;
         let made = self.post(&format!("{ACCOUNTS}/{id}/keys")).by(&self.token(owner, roles)).send().await;
         let text = |name: &str| made.is(201)[name].as_str().unwrap().to_owned();
@@ -49,7 +49,7 @@ impl World {
         self.form(&format!("grant_type=client_credentials&client_id={id}&client_secret={secret}")).await
     }
 
-    async fn access(&self, account: &Account) -> String {
+    pub(super) async fn access(&self, account: &Account) -> String {
         self.ask_token(&account.id, &account.secret).await.is(200)["access_token"].as_str().unwrap().to_owned()
     }
 }
@@ -326,6 +326,14 @@ async fn the_provider_s_keys_are_refreshed_by_whoever_has_the_operator_s_token()
     let again = world.post(path).by(REFRESH_TOKEN).send().await;
     again.refused(429, "rate_limited");
     assert!(again.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn a_provider_that_does_not_answer_a_refresh_is_an_upstream_error() {
+    let world = World::new().await;
+    world.stop_provider().await;
+    let answer = world.post("/internal/auth/jwks/refresh").by(REFRESH_TOKEN).send().await;
+    answer.refused(502, "upstream_error");
 }
 
 #[tokio::test]

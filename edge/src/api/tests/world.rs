@@ -37,7 +37,6 @@ use domain::node::{self, Certificate, Enrollment, Gpu, Inventory, Node};
 use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
 use domain::runtime::Part;
 use domain::{AllocationId, Effect, EntityRef, Machine, MemberId, NodeId, Principal, Shard, Timestamp};
-use ed25519_dalek::SigningKey;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use jsonwebtoken::{Algorithm, EncodingKey};
@@ -215,8 +214,7 @@ impl World {
         }
         let identities = Provider::start().await;
         let directory = Directory::new(host, Arc::new(Alone));
-        let service_tokens =
-            ServiceTokens::new("https://api.gpu.example", SigningKey::from_bytes(&[8; 32]), reads.clone());
+        let service_tokens = ServiceTokens::new("https://api.gpu.example", trust.keys.clone(), reads.clone());
         let authenticator = identities.authenticator().issuing(service_tokens);
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
@@ -282,9 +280,22 @@ impl World {
     }
 
     pub(super) fn set_policy(&self, key: Key, value: i64) {
+        self.set_value(key, PolicyValue::Int(value));
+    }
+
+    pub(super) fn switch(&self, key: Key, on: bool) {
+        self.set_value(key, PolicyValue::Bool(on));
+    }
+
+    fn set_value(&self, key: Key, value: PolicyValue) {
         let mut book = PolicyBook::clone(&self.clock.policy.load());
-        book.set(key, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
+        book.set(key, Scope::Global, Timestamp::UNIX_EPOCH, value).unwrap();
         self.clock.policy.store(Arc::new(book));
+    }
+
+    /// The identity provider answers nothing any more.
+    pub(super) async fn stop_provider(&self) {
+        self.identities.server.reset().await;
     }
 
     /// Binds a platform role, as `root`.
