@@ -307,6 +307,7 @@ mod tests {
             tracestate: None,
             audit: Vec::new(),
             outbox: reasons.iter().map(failed).collect(),
+            postings: Vec::new(),
             command: None,
             rests_on: Vec::new(),
         }

@@ -37,6 +37,17 @@ pub struct Cost {
     pub billed_until: Option<Timestamp>,
 }
 
+/// All accounts in one currency.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Money {
+    pub currency: String,
+    pub accounts: u64,
+    /// Whose next window is not covered.
+    pub depleted: u64,
+    /// What all of them have together.
+    pub balance: Micro,
+}
+
 /// What of an account's books does not agree.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Disagreement {
@@ -124,6 +135,30 @@ impl Reads {
         };
         let costs: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(cost).collect());
         costs.doing("reading what allocations have cost")
+    }
+
+    /// What is prepaid, by currency.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn money(&self) -> Result<Vec<Money>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT body->>'currency' AS currency, count(*) AS accounts, count(*) FILTER (WHERE state <> 'open') AS depleted,
+                    sum((body->>'balance')::bigint)::bigint AS balance
+             FROM entity WHERE kind = 'billing_account' GROUP BY 1 ORDER BY 1",
+        )
+        .fetch_all(&self.pool)
+        .await;
+        let money = |row: &PgRow| {
+            Ok(Money {
+                currency: row.try_get("currency")?,
+                accounts: row.try_get::<i64, _>("accounts")?.unsigned_abs(),
+                depleted: row.try_get::<i64, _>("depleted")?.unsigned_abs(),
+                balance: Micro::of(row.try_get("balance")?),
+            })
+        };
+        let all: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(money).collect());
+        all.doing("adding up what is prepaid")
     }
 
     /// Recomputes every balance from its entries, in one snapshot of the database, and compares it with what the account believes.

@@ -150,6 +150,9 @@ async fn what_runs_shows_its_cost_and_the_account_how_long_it_lasts() {
     );
     let found = world.get(&format!("{ACCOUNTS}?org_id=acme")).user("biller").send().await;
     assert_eq!(found.is(200)["items"][0]["id"], json!(account));
+    let overview = world.get("/api/v1/admin/overview").admin().send().await;
+    let money = json!([{"currency": "EUR", "accounts": 1, "depleted": 0, "balance_minor": 3_480}]);
+    assert_eq!(overview.is(200)["money"], money);
     let none = world.get(&format!("{ACCOUNTS}?user_id=acme")).user("biller").send().await;
     assert_eq!(none.is(200)["items"], json!([]));
 }

@@ -247,6 +247,7 @@ impl World {
         // No test's subject but its own: most ask as one user.
         let mut book = PolicyBook::default();
         book.set(Key::RateLimitApi, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000)).unwrap();
+        book.set(Key::RateLimitFinancial, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(100_000)).unwrap();
         clock.policy.store(Arc::new(book));
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
         Self { services, router, identities, placing, clock, postgres }
