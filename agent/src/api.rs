@@ -36,6 +36,8 @@ const ANSWER_BYTES: usize = 4 * 1024 * 1024;
 pub struct Api {
     client: Client,
     base: String,
+    /// Differs for each client that was made, and so for each certificate.
+    made: Uuid,
 }
 
 /// A task as it came in.
@@ -52,7 +54,7 @@ pub enum ApiError {
         "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
     )]
     Untrusted(#[source] reqwest::Error),
-    #[error("the control plane does not take the node's certificate: its authority is not trusted any more")]
+    #[error("the node's certificate is not taken: its authority is not trusted, or it has ended")]
     CertificateRefused(#[source] reqwest::Error),
     #[error("the control plane could not be reached")]
     Unreachable(#[source] reqwest::Error),
@@ -114,6 +116,27 @@ impl ApiError {
             | Self::Unreachable(_)
             | Self::Unreadable { .. } => false,
         }
+    }
+
+    /// Whether somebody did not take the node's certificate: whoever ends TLS, by an alert, or the control plane behind a proxy, in words.
+    #[must_use]
+    pub fn is_of_the_certificate(&self) -> bool {
+        match self {
+            // nginx ends the handshake first, and refuses each request with a page of its own.
+            Self::CertificateRefused(_) | Self::Refused { status: StatusCode::BAD_REQUEST, error: None, .. } => true,
+            Self::Refused { status: StatusCode::UNAUTHORIZED, error: Some(error), .. } => {
+                let of_the_certificate = [reason::CERTIFICATE_UNKNOWN, reason::CERTIFICATE_EXPIRED];
+                error.code == INVALID_NODE_IDENTITY
+                    && error.reason().is_some_and(|reason| of_the_certificate.contains(&reason))
+            }
+            Self::Refused { .. } | Self::Untrusted(_) | Self::Unreachable(_) | Self::Unreadable { .. } => false,
+        }
+    }
+
+    /// Whether the answer is the control plane's own, and not of something on the way to it.
+    #[must_use]
+    pub fn is_the_control_planes(&self) -> bool {
+        matches!(self, Self::Refused { error: Some(_), .. })
     }
 
     /// Whether the node has left the inventory for good.
@@ -179,7 +202,14 @@ impl Api {
             .user_agent(concat!("gpuaas-agent/", env!("CARGO_PKG_VERSION")))
             .build()
             .map_err(ClientError::Client)?;
-        Ok(Self { client, base: format!("{}/internal/v1/nodes/{}", config.api_url, config.node_id) })
+        let base = format!("{}/internal/v1/nodes/{}", config.api_url, config.node_id);
+        Ok(Self { client, base, made: Uuid::new_v4() })
+    }
+
+    /// Whether both show the same certificate, or neither any.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        self.made == other.made
     }
 
     /// Spends the enrollment token.
@@ -339,7 +369,7 @@ fn transport_error(error: reqwest::Error) -> ApiError {
         if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
             return ApiError::Untrusted(error);
         }
-        if is_unknown_ca(inner) {
+        if is_of_the_certificate(inner) {
             return ApiError::CertificateRefused(error);
         }
         cause = inner.source();
@@ -347,11 +377,13 @@ fn transport_error(error: reqwest::Error) -> ApiError {
     ApiError::Unreachable(error)
 }
 
-/// The alert `unknown_ca` (RFC 8446, section 6.2). In TLS 1.3 it comes after the handshake is done here, and HTTP/2 keeps of what it
-/// reads then the words alone.
-fn is_unknown_ca(error: &(dyn std::error::Error + 'static)) -> bool {
-    let alert = rustls::Error::AlertReceived(AlertDescription::UnknownCA);
-    tls_error(error) == Some(&alert) || error.to_string().contains(&alert.to_string())
+/// The alerts `unknown_ca` and `certificate_expired` (RFC 8446, section 6.2). In TLS 1.3 they come after the handshake is done here, and
+/// HTTP/2 keeps of what it reads then the words alone.
+fn is_of_the_certificate(error: &(dyn std::error::Error + 'static)) -> bool {
+    [AlertDescription::UnknownCA, AlertDescription::CertificateExpired].into_iter().any(|alert| {
+        let alert = rustls::Error::AlertReceived(alert);
+        tls_error(error) == Some(&alert) || error.to_string().contains(&alert.to_string())
+    })
 }
 
 /// TLS errors come wrapped into I/O errors, more than once, and those skip what they wrap when asked for their source.

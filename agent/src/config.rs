@@ -247,6 +247,7 @@ const UIDS: &str = "SVC_NODE_AGENT_UIDS";
 const HOMES: &str = "SVC_NODE_AGENT_HOMES";
 const KEYS: &str = "SVC_NODE_AGENT_AUTHORIZED_KEYS";
 const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
+const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
@@ -271,11 +272,18 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
         .map(str::parse)
         .collect::<Result<_, _>>()
         .map_err(|_| ConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })?;
+    let shared = sources.get(SHARED).unwrap_or_default();
+    let shared = shared.split(',').map(str::trim).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let shared: Vec<PathBuf> = shared.collect();
+    if !shared.iter().all(|path| path.is_absolute() && path.parent().is_some()) {
+        return Err(ConfigError::Value { name: SHARED, expected: "absolute paths of folders, by commas" });
+    }
     Ok(Settings {
         uids,
         homes: folder(HOMES, defaults.homes)?,
         keys: folder(KEYS, defaults.keys)?,
         sudo_commands,
+        shared,
         devices: folder(DEVICES, defaults.devices)?,
         ssh_listen: match sources.get(SSH_LISTEN) {
             Some(text) => Some(text.parse().map_err(|_| ConfigError::Value {
@@ -388,6 +396,7 @@ mod tests {
         assert_eq!(settings("NONE", ""), Settings::default());
         assert_eq!(settings(UIDS, "5000-5009").uids, 5000..=5009);
         assert_eq!(settings(SUDO_COMMANDS, "/bin/a, /bin/b").sudo_commands.len(), 2);
+        assert_eq!(settings(SHARED, "/scratch, /data/all").shared, ["/scratch", "/data/all"].map(PathBuf::from));
         for (name, value) in [
             (UIDS, "0-5"),
             (UIDS, "5000"),
@@ -395,6 +404,8 @@ mod tests {
             (UIDS, "5000-4294967295"),
             (SUDO_COMMANDS, "ALL"),
             (SUDO_COMMANDS, "/bin/sh *"),
+            (SHARED, "/scratch, data"),
+            (SHARED, "/"),
             (HOMES, "home"),
             (DEVICES, "../dev"),
         ] {

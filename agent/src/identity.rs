@@ -21,7 +21,7 @@ use wire::bundle::fingerprint;
 use wire::enroll::{EnrollAnswer, Recovery};
 use wire::keys::SetError;
 use wire::{Token, VerifierSet, Verifiers};
-use x509_parser::extensions::GeneralName;
+use x509_parser::extensions::{GeneralName, ParsedExtension};
 
 use crate::config::Config;
 use crate::store::{self, StoreError};
@@ -34,6 +34,8 @@ pub struct Identity {
     pub key_pem: SecretString,
     pub not_before: DateTime<Utc>,
     pub not_after: DateTime<Utc>,
+    /// The key identifier of the authority that certified it, lower-case hexadecimal; `None` where the certificate does not say.
+    pub authority: Option<String>,
 }
 
 impl Identity {
@@ -331,6 +333,12 @@ impl IdentityStore {
             not_before: at(leaf.validity().not_before.timestamp())?,
             not_after: at(leaf.validity().not_after.timestamp())?,
             names_node,
+            authority: leaf.iter_extensions().find_map(|extension| match extension.parsed_extension() {
+                ParsedExtension::AuthorityKeyIdentifier(authority) => {
+                    authority.key_identifier.as_ref().map(|id| hex::encode(id.0))
+                }
+                _ => None,
+            }),
         })
     }
 }
@@ -348,11 +356,18 @@ struct Certificate {
     not_before: DateTime<Utc>,
     not_after: DateTime<Utc>,
     names_node: bool,
+    authority: Option<String>,
 }
 
 impl Certificate {
     fn with(&self, certificate_chain_pem: String, key_pem: SecretString) -> Identity {
-        Identity { certificate_chain_pem, key_pem, not_before: self.not_before, not_after: self.not_after }
+        Identity {
+            certificate_chain_pem,
+            key_pem,
+            not_before: self.not_before,
+            not_after: self.not_after,
+            authority: self.authority.clone(),
+        }
     }
 }
 
@@ -510,6 +525,7 @@ mod tests {
             key_pem: SecretString::from(String::new()),
             not_before,
             not_after: not_before + Duration::from_secs(1000),
+            authority: None,
         };
         assert_eq!(identity.renew_at(0.0), not_before + Duration::from_secs(500));
         assert_eq!(identity.renew_at(1.0), not_before + Duration::from_secs(600));

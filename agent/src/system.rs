@@ -34,9 +34,11 @@ use crate::terminal::Shell;
 
 pub mod accounts;
 pub mod guard;
+pub mod mounts;
 pub mod processes;
 pub mod sudoers;
 pub mod traces;
+pub mod walk;
 
 use accounts::{Account, Accounts};
 use guard::Guard;
@@ -57,6 +59,8 @@ pub struct Settings {
     /// What sshd is told as `AuthorizedKeysFile KEYS/%u`.
     pub keys: PathBuf,
     pub sudo_commands: Vec<SudoCommand>,
+    /// Folders beside the usual ones (`/tmp` and the like) in which every user may leave files.
+    pub shared: Vec<PathBuf>,
     /// Where the GPUs' device nodes lie.
     pub devices: PathBuf,
     /// Where the agent's own sshd listens; `None`: the machine's own lets tenants in.
@@ -70,6 +74,7 @@ impl Default for Settings {
             homes: PathBuf::from("/home"),
             keys: PathBuf::from("/etc/ssh/gpuaas-keys"),
             sudo_commands: Vec::new(),
+            shared: Vec::new(),
             devices: PathBuf::from("/dev"),
             ssh_listen: None,
         }
@@ -158,7 +163,8 @@ impl System {
 
     fn release_account(&self, task: &Release, account: &Account) -> Result<Released, Failure> {
         let (home, keys) = (self.home_of(&account.name), self.keys_of(&account.name));
-        let traces = Traces { account, home: &home, queues: &self.queues };
+        let (homes, shared) = (&self.settings.homes, &self.settings.shared);
+        let traces = Traces { account, home: &home, homes, shared, queues: &self.queues };
         // No new login, nothing more to run as root, no device to open: then what runs is ended, then what lies is removed.
         let _ = store::remove(&keys);
         sudoers::forbid(&account.name);

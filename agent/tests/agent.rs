@@ -319,6 +319,65 @@ async fn an_expired_certificate_is_recovered_with_the_spent_token_also_when_the_
 }
 
 #[tokio::test]
+async fn a_certificate_by_an_authority_that_is_not_trusted_any_more_is_replaced_also_behind_a_proxy() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    agent.says("polling").await;
+    fake.behave().trusted_authorities = Some(vec!["00".into()]);
+    fake.behave().refuse_the_first_certificate = true;
+    agent.says("recovered").await;
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    fake.result_of(task.task_id).await;
+    let seen = fake.seen();
+    assert_eq!((seen.generation, seen.recoveries.len()), (2, 1), "once, whoever of its parts was refused");
+}
+
+#[tokio::test]
+async fn a_certificate_that_the_control_plane_trusts_costs_no_recovery_whoever_on_the_way_refuses_it() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    agent.says("polling").await;
+    let shown = fake.seen().certificates[0].clone();
+    fake.behave().trusted_authorities = Some(vec![authority_of(&shown)]);
+    fake.behave().refuse_the_first_certificate = true;
+    agent.complains_of("certificate_not_replaced").await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(fake.seen().recoveries.len(), 0);
+    fake.behave().refuse_the_first_certificate = false;
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    fake.result_of(task.task_id).await;
+    assert_eq!(fake.seen().generation, 1);
+}
+
+/// The key identifier of whoever certified it.
+fn authority_of(certificate: &[u8]) -> String {
+    use x509_parser::extensions::ParsedExtension;
+    use x509_parser::prelude::FromDer as _;
+    let (_, certificate) = x509_parser::certificate::X509Certificate::from_der(certificate).unwrap();
+    let found = certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
+        ParsedExtension::AuthorityKeyIdentifier(it) => it.key_identifier.as_ref().map(|id| hex::encode(id.0)),
+        _ => None,
+    });
+    found.unwrap()
+}
+
+#[tokio::test]
+async fn a_task_by_a_key_that_was_rotated_in_just_now_is_done_and_not_refused() {
+    let (mut fake, _folder, agent) = enrolled(&[]).await;
+    agent.says("polling").await;
+    let second = SigningKey::from_bytes(&[2; 32]);
+    fake.behave().verifier_sets = vec![Fake::rotation(1, &second, &fake.signer)];
+    fake.signer = second;
+    let task = fake.payload(Task::Validate {});
+    fake.dispatch(&task);
+    assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
+    assert!(
+        !agent.has_code("task_key_unknown"),
+        "the control plane was asked before the task was taken for a stranger's"
+    );
+}
+
+#[tokio::test]
 async fn a_machine_that_lost_its_certificate_recovers_where_its_token_is_spent() {
     let (fake, folder, agent) = enrolled(&[]).await;
     agent.kill_9();

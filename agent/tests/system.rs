@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
+mod hostile;
 mod machine;
 
 use std::collections::BTreeMap;
@@ -44,7 +45,7 @@ impl Node {
         let asked = SimulatedGpus { count: 4, model: "H100".into(), memory_mib: 81_920 };
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
         let sudo_commands = vec!["/bin/sleep".parse().unwrap()];
-        let settings = Settings { sudo_commands, ..Settings::default() };
+        let settings = Settings { sudo_commands, shared: vec!["/scratch".into()], ..Settings::default() };
         fs::create_dir_all(STATE).unwrap();
         Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
     }

@@ -22,6 +22,7 @@ mod sku;
 mod ssh_key;
 mod stored;
 mod terminal;
+mod terminal_page;
 #[cfg(test)]
 mod tests;
 
@@ -149,6 +150,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce "/api/v1/admin/allocations/{id}/force-release"     => allocation::force_release, NotFound, StateConflict;
 
         User   Post     "/api/v1/allocations/{id}/terminal-tokens" (TerminalToken) => terminal::issue_token, NotFound, StateConflict;
+        Anyone Get      "/terminal/{allocation_id}"                        => terminal_page::page, NotFound;
+        Anyone Get      "/terminal/assets/{name}"                          => terminal_page::asset, NotFound;
         Admin  Get      "/api/v1/admin/terminal-sessions"                  => terminal::list;
         Admin  Get      "/api/v1/admin/terminal-sessions/{id}"             => terminal::get, NotFound;
         Admin  PostOnce "/api/v1/admin/terminal-sessions/{id}/kill"        => terminal::kill, NotFound;

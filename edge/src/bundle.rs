@@ -65,7 +65,8 @@ pub fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
 }
 
 /// One command for a shell of root on the node's machine: it puts the new token into the agent's environment file, removes the
-/// certificate and key that there are, and restarts the agent.
+/// certificate and key that there are, and restarts the agent. Each step is taken where the one before it went well: on a full disk, or
+/// a machine that was never set up, everything stays as it is.
 ///
 /// # Errors
 /// `internal_error` where a value holds a NUL.
@@ -74,9 +75,10 @@ pub fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiError> {
     let [file, new] = [env_file.to_owned(), format!("{env_file}.new")].map(|path| quote(&path));
     let token = names::ENROLLMENT_TOKEN;
     let line = quote(&format!("{token}={}", quote(bundle.enrollment_token.expose())));
-    let mut steps =
-        format!("umask 077; {{ grep -v '^{token}=' {file}; printf '%s\\n' {line}; }} >{new}; mv -f {new} {file}; ");
-    let _ = write!(steps, "rm -f {} {}; ", quote(&bundle.cert_path), quote(&bundle.key_path));
+    let mut steps = format!(
+        "umask 077; {{ sed '/^{token}=/d' {file} && printf '%s\\n' {line}; }} >{new} && mv -f {new} {file} && "
+    );
+    let _ = write!(steps, "rm -f {} {} && ", quote(&bundle.cert_path), quote(&bundle.key_path));
     let _ = write!(steps, "systemctl restart {}", quote(unit));
     if steps.contains('\0') {
         return Err(ApiError::internal("a value of the bundle holds a NUL"));

@@ -360,6 +360,12 @@ impl NodeAuthorities {
         self.trusted.iter().map(|(_, authority)| authority.certificate_pem.as_str()).collect()
     }
 
+    /// The key identifiers of the trusted authorities.
+    #[must_use]
+    pub fn key_ids(&self) -> Vec<String> {
+        self.trusted.iter().map(|(_, authority)| authority.key_id.clone()).collect()
+    }
+
     /// Whether the authority of this key identifier is trusted.
     #[must_use]
     pub fn trusts(&self, key_id: &str) -> bool {

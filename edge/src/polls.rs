@@ -50,6 +50,13 @@ impl<K: Eq + Hash + Copy> Polls<K> {
         }
     }
 
+    /// Wakes all of them: what concerns them all has changed.
+    pub fn wake_all(&self) {
+        for parked in self.0.iter() {
+            parked.wake.notify_waiters();
+        }
+    }
+
     /// How many nodes have a poll parked here.
     #[must_use]
     pub fn nodes(&self) -> usize {

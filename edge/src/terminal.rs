@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use wire::terminal::{Down, Up};
 
+pub(crate) use gateway::origin_of;
 pub use gateway::{PATH, beside, router};
 pub(crate) use watch::{Ending, until_over};
 
@@ -116,6 +117,8 @@ impl Terminals {
             before.gone.cancel();
         }
         self.0.figures.streams.inc();
+        // A user may be waiting for it.
+        self.wake(session);
         if let Some(relay) = &self.0.relay {
             relay.serve(session, Arc::clone(&end));
         }

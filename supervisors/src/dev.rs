@@ -43,6 +43,9 @@ pub mod replica;
 /// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.
 const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
 
+/// What the replicas are told as this process is: which proxies stand in front of them.
+const HANDED_ON: [&str; 2] = ["SVC_NODE_CLIENT_IDENTITY", "SVC_NODE_TRUSTED_PROXIES"];
+
 /// The NATS user of whoever looks from outside: `SVC_NATS_URL` of `.dev/env`.
 const OPERATOR: &str = "operator";
 /// What the main job asks about one node, with room.
@@ -165,7 +168,9 @@ impl Dev {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node.address()),
             stats_token: files::random_hex(32).into(),
-            variables: vec![(REFRESH_TOKEN.to_owned(), files::random_hex(32))],
+            variables: std::iter::once((REFRESH_TOKEN.to_owned(), files::random_hex(32)))
+                .chain(HANDED_ON.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
+                .collect(),
         };
         let starting = names.iter().zip(listens).map(|(name, listens)| {
             let nats_url = nats.url(name).context("every replica has a NATS user");
@@ -276,6 +281,7 @@ impl Dev {
             String::new(),
             format!("  public API         https://{}", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
+            format!("  a terminal         https://{}/terminal/ALLOCATION_ID, in a browser", self.public.address()),
         ];
         for replica in &self.replicas {
             let pid = replica.pid().unwrap_or_default();
@@ -335,7 +341,11 @@ fn system_folder(folder: &std::path::Path) -> PathBuf {
     PathBuf::from(format!("/run/gpuaas-dev-{:016x}", hasher.finish()))
 }
 
-fn variables(
+/// What whoever works in a shell with an environment of these parts is to know: `.dev/env`.
+///
+/// # Errors
+/// A part lacks what every environment has.
+pub fn variables(
     settings: &ReplicaSettings,
     replicas: &[Replica],
     identity: &IdentityProvider,
@@ -353,6 +363,9 @@ fn variables(
     env.set("SVC_AUTH_URL", identity.auth_url());
     env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
     env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
+    // What a proxy in front of them can show.
+    env.set("SVC_TLS_CERT_PATH", settings.certificate.certificate_path.display().to_string());
+    env.set("SVC_TLS_KEY_PATH", settings.certificate.key_path.display().to_string());
     // What `gpuaas audit` needs beside.
     env.set("SVC_DATABASE_CA_PATH", settings.ca_path.display().to_string());
     env.set("SVC_NATS_CA_PATH", settings.ca_path.display().to_string());

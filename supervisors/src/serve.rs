@@ -163,6 +163,7 @@ impl Process {
             changed: Arc::clone(&keys_changed),
             bus: bus.clone(),
             connections: connections.clone(),
+            polls: polls.clone(),
             acceptor: OnceLock::new(),
             proxies: OnceLock::new(),
         });

@@ -20,9 +20,9 @@ use hdrhistogram::Histogram;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use parked::{Parked, Speaks, Target};
 use serde_json::json;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use tests::bench::{Report, Turns, median, release_build, rounded};
+use tests::bench::memory::{resident_kib, slope};
+use tests::bench::{Report, Turns, fewer, median, programs, rounded};
 use tests::world::{REGION, World, id_of};
 
 const POLLS: usize = 15_000;
@@ -46,7 +46,7 @@ async fn run() -> anyhow::Result<()> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     // Of the process that holds them, and of this one: a connection each, and what else a process has open.
-    let polls = asked_for()?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
+    let polls = fewer("BENCH_POLLS")?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
     let mut world = World::plan()
         .replicas(2)
         .binaries(&programs()?)
@@ -63,19 +63,6 @@ async fn run() -> anyhow::Result<()> {
         }
         // The world goes as it stands, and tells where it lies.
         Err(error) => panic!("{error:?}"),
-    }
-}
-
-fn asked_for() -> anyhow::Result<Option<usize>> {
-    let asked = std::env::var("BENCH_POLLS").ok();
-    asked.map(|text| text.parse().with_context(|| format!("BENCH_POLLS={text} is no number"))).transpose()
-}
-
-/// The release build, unless this is a look at how the benchmark itself works.
-fn programs() -> anyhow::Result<PathBuf> {
-    match std::env::var_os("BENCH_PROGRAMS") {
-        Some(folder) => Ok(Path::new(&folder).canonicalize()?),
-        None => release_build(),
     }
 }
 
@@ -139,20 +126,6 @@ async fn parked_at(world: &World, count: usize) -> anyhow::Result<()> {
         ensure!(Instant::now() < until, "{parked} of {count} polls are parked");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-}
-
-fn resident_kib(pid: u32) -> anyhow::Result<f64> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("the process has no memory")?;
-    Ok(line.trim().trim_end_matches(" kB").parse()?)
-}
-
-/// Of the line that fits best.
-fn slope(points: &[(f64, f64)]) -> f64 {
-    let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / points.len() as f64;
-    let (x, y) = (mean(|point| point.0), mean(|point| point.1));
-    let covariance: f64 = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
-    covariance / points.iter().map(|point| (point.0 - x).powi(2)).sum::<f64>()
 }
 
 /// From a tenant's request, and from its answer, to the task in the agent's hands, in microseconds.

@@ -2,6 +2,7 @@
 //! code with PKCE (RFC 7636), driven as a browser would, access tokens as JSON Web Tokens for a named resource (RFC 8707), claims
 //! elsewhere than Keycloak has them.
 
+use crate::tool::installed;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use reqwest::header::{COOKIE, LOCATION, SET_COOKIE};
@@ -9,7 +10,7 @@ use reqwest::{Method, Response, Url, redirect};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use tests::world::World;
 use tests::world::client::Client;
@@ -29,8 +30,7 @@ struct Foreign {
 
 impl Foreign {
     async fn start() -> Self {
-        let installed = tools().join("oidc-provider");
-        assert!(installed.join("node_modules").is_dir(), "{} is missing: deploy/test installs it", installed.display());
+        let installed = installed("oidc-provider");
         let mut process = Command::new("node")
             .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("oidc-provider/server.mjs"))
             .arg(installed)
@@ -162,12 +162,6 @@ impl Browser {
 fn attribute<'a>(page: &'a str, name: &str) -> &'a str {
     let rest = page.split_once(&format!("{name}=\"")).unwrap_or_else(|| panic!("no {name} in {page}")).1;
     rest.split_once('"').unwrap().0
-}
-
-/// Where deploy/test puts programs of others.
-fn tools() -> PathBuf {
-    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join(".dev/tools");
-    std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(beside, PathBuf::from)
 }
 
 #[tokio::test(flavor = "multi_thread")]

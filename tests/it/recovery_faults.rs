@@ -1,4 +1,4 @@
-//! Whatever dies in the middle of an enrollment, a recovery or a release: a machine is never shut out, and a tenant never half there.
+//! Whatever dies in the middle of an enrollment, a recovery, a rotation or a release: a machine is never shut out, and a tenant never half there.
 
 use serde_json::json;
 use std::fs;
@@ -120,5 +120,47 @@ async fn a_tenant_is_cleaned_up_whoever_dies_in_the_middle() {
         returned(&allocation, &node).await;
         world.expect_every_gpu_held_once().await;
     }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_authority_is_rotated_whoever_dies_in_the_middle_and_no_node_is_shut_out() {
+    let plan = World::plan().policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
+    let mut world = plan.start().await;
+    world.slow_commits_by(Duration::from_millis(40)).await;
+    let node = world.node("h100").await;
+    for victim in VICTIMS {
+        let step = async |world: &World, step: &str, key: Option<&str>| {
+            let mut body = json!({ "purpose": "node_ca", "reason": "a test wants it" });
+            if let Some(key) = key {
+                body["key_id"] = key.into();
+            }
+            world.admin.post(&format!("/api/v1/admin/keys/{step}"), &body).await
+        };
+        let keys = world.admin.get("/api/v1/admin/keys").await.ok();
+        let set = keys["sets"].as_array().unwrap().iter().find(|set| set["purpose"] == "node_ca").unwrap();
+        let old = set["keys"].as_array().unwrap().iter().find(|key| key["phase"] == "active").unwrap();
+        let old = old["key_id"].as_str().unwrap().to_owned();
+        let new = step(&world, "stage", None).await.created()["key_id"].as_str().unwrap().to_owned();
+        let before = world.steps_so_far("node", "renew").await;
+        step(&world, "activate", Some(&new)).await.ok();
+        committed(&world, "renew", before).await;
+        dies(&mut world, victim, &node).await;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let retired = step(&world, "retire", Some(&old)).await;
+            if retired.status.is_success() {
+                break;
+            }
+            assert!(Instant::now() < until, "{victim:?}: {retired}");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        let allocation = rent(&world, &node).await;
+        allocation.release().await;
+        returned(&allocation, &node).await;
+        assert_eq!(node.get().await["state"], "active", "{victim:?}");
+    }
+    // One that died before it had stored what it was given shows the old one, which nobody takes any more, and recovers.
+    assert!(world.agent_log(&node).matches("\"recovered\"").count() <= 1, "{}", world.agent_log(&node));
     world.end().await;
 }

@@ -144,6 +144,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
         one("/api/v1/admin/billing/accounts/{id}", account_of_user),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
+        ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
+        ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),

@@ -9,20 +9,30 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the checkout").to_owned()
 }
 
-/// A Python program of the contract's tools. There is no test without it.
-pub(crate) fn python_program(name: &str) -> PathBuf {
+/// What deploy/test has put there. There is no test without it.
+pub(crate) fn installed(path: &str) -> PathBuf {
     let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| root().join(".dev/tools"), PathBuf::from);
-    let path = tools.join("contract/bin").join(name);
-    assert!(path.is_file(), "{} is missing: `deploy/test --tools` installs it", path.display());
+    let path = tools.join(path);
+    assert!(path.exists(), "{} is missing: `deploy/test --tools` installs it", path.display());
     path
+}
+
+/// A Python program of the contract's tools.
+pub(crate) fn python_program(name: &str) -> PathBuf {
+    installed("contract/bin").join(name)
+}
+
+pub(crate) fn chromium() -> &'static Path {
+    let found = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"]
+        .into_iter()
+        .map(Path::new)
+        .find(|path| path.is_file());
+    found.expect("there is no Chromium: `deploy/test --tools` installs it")
 }
 
 /// A headless browser that keeps to this machine and writes down whom it asks.
 pub(crate) fn browser() -> Command {
-    let path = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"]
-        .into_iter()
-        .find(|path| Path::new(path).is_file());
-    let mut browser = Command::new(path.expect("there is no Chromium: `deploy/test --tools` installs it"));
+    let mut browser = Command::new(chromium());
     browser.args([
         "--headless",
         "--no-sandbox",

@@ -2,6 +2,7 @@
 //! `target/bench/NAME.json` for machines.
 
 pub mod caller;
+pub mod memory;
 pub mod postgres;
 
 use anyhow::{Context, ensure};
@@ -197,6 +198,26 @@ pub fn release_build() -> anyhow::Result<PathBuf> {
         folder.display()
     );
     Ok(folder.to_owned())
+}
+
+/// The release build, unless this is a look at how a benchmark itself works: `BENCH_PROGRAMS` names another folder.
+///
+/// # Errors
+/// Where it is not there.
+pub fn programs() -> anyhow::Result<PathBuf> {
+    match std::env::var_os("BENCH_PROGRAMS") {
+        Some(folder) => Ok(Path::new(&folder).canonicalize()?),
+        None => release_build(),
+    }
+}
+
+/// How many a variable asks for, in place of the usual number.
+///
+/// # Errors
+/// Where it is no number.
+pub fn fewer(variable: &str) -> anyhow::Result<Option<usize>> {
+    let asked = std::env::var(variable).ok();
+    asked.map(|text| text.parse().with_context(|| format!("{variable}={text} is no number"))).transpose()
 }
 
 /// The build folder that this program lies in.

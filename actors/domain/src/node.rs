@@ -14,6 +14,7 @@
 //! signatures are the edge's business.
 
 mod contact;
+mod known_tasks;
 mod life;
 mod onboarding;
 mod recovery;

@@ -69,6 +69,16 @@ task_types! {
 }
 
 impl TaskType {
+    /// The first protocol whose agents do it, as far as they do not say themselves what they do; `None` where such an agent never does.
+    #[must_use]
+    pub const fn since(self) -> Option<u16> {
+        match self {
+            Self::AllocationProvision | Self::AllocationRelease | Self::NodeValidate => Some(1),
+            Self::DiagnosticsCollect | Self::TerminalOpen | Self::NodeReboot | Self::SshKeysReconcile => Some(3),
+            Self::NodeReimage | Self::AgentUpdate => None,
+        }
+    }
+
     /// The types that an administrator orders for a node. The others follow from what is done with allocations, or are of no release yet.
     pub const ORDERED: [Self; 3] = [Self::NodeValidate, Self::DiagnosticsCollect, Self::NodeReboot];
 
@@ -96,20 +106,21 @@ mod tests {
         for task_type in TaskType::ALL {
             let (name, stale, what) = (task_type.name(), task_type.when_stale().as_str(), task_type.what());
             let ordered = if TaskType::ORDERED.contains(task_type) { " (ordered by administrators)" } else { "" };
-            writeln!(table, "{name}: {stale}; {what}{ordered}").unwrap();
+            let since = task_type.since().map_or_else(|| "never".to_owned(), |since| since.to_string());
+            writeln!(table, "{name}: {stale}; {what}{ordered}; {since}").unwrap();
             assert_eq!(serde_json::to_string(task_type).unwrap(), format!("{name:?}"));
             assert_eq!(TaskType::parse(name), Some(*task_type));
         }
         insta::assert_snapshot!(table, @r"
-        allocation.provision: requeue; makes a tenant's place
-        allocation.release: requeue; removes a tenant's place and proves that nothing is left
-        ssh_keys.reconcile: requeue; writes the keys that open a tenant's login
-        node.validate: requeue; looks whether the machine is fit for tenants (ordered by administrators)
-        diagnostics.collect: requeue; says how the machine and its tenants stand (ordered by administrators)
-        terminal.open: expire; opens a tenant's terminal
-        node.reimage: await_operator; writes the machine's system anew
-        agent.update: await_operator; replaces the agent
-        node.reboot: await_operator; restarts the machine (ordered by administrators)
+        allocation.provision: requeue; makes a tenant's place; 1
+        allocation.release: requeue; removes a tenant's place and proves that nothing is left; 1
+        ssh_keys.reconcile: requeue; writes the keys that open a tenant's login; 3
+        node.validate: requeue; looks whether the machine is fit for tenants (ordered by administrators); 1
+        diagnostics.collect: requeue; says how the machine and its tenants stand (ordered by administrators); 3
+        terminal.open: expire; opens a tenant's terminal; 3
+        node.reimage: await_operator; writes the machine's system anew; never
+        agent.update: await_operator; replaces the agent; never
+        node.reboot: await_operator; restarts the machine (ordered by administrators); 3
         ");
     }
 }

@@ -10,6 +10,7 @@ use wire::PROTOCOL;
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
+use wire::task::KINDS;
 
 use super::execute::Stage;
 use super::{Agent, BACKOFF_BASE, enroll, held, read_inventory};
@@ -30,8 +31,9 @@ impl Agent {
         let mut clock_is_off = false;
         while !self.stop.is_cancelled() {
             let heartbeat = self.heartbeat(&meter, &mut missing_since).await;
+            let api = self.api();
             let answer = tokio::select! {
-                answer = async { self.api().heartbeat(&heartbeat).await } => answer,
+                answer = api.heartbeat(&heartbeat) => answer,
                 () = self.stop.cancelled() => return,
             };
             match answer {
@@ -40,14 +42,14 @@ impl Agent {
                     clock_is_off = warn_of_clock(&answer, clock_is_off);
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
-                    self.heard.notify_one();
+                    self.heard.send_modify(|answers| *answers += 1);
                     self.poll_settings.send_replace(answer.poll);
                     if !self.wait_for_next_beat(answer.next_heartbeat_seconds).await {
                         return;
                     }
                 }
                 Err(error) => {
-                    if !self.recover_from(error, "the heartbeat", &mut backoff).await {
+                    if !self.recover_from(&api, error, "the heartbeat", &mut backoff).await {
                         return;
                     }
                 }
@@ -84,6 +86,7 @@ impl Agent {
             verifier_set_version: held(&self.verifiers).version(),
             running: self.running(),
             // One that cannot be read is said not to be there, and is sent anew.
+            task_types: Some(KINDS.map(str::to_owned).to_vec()),
             node_ca_bundle_fingerprint: Some(self.identities.node_cas_fingerprint().ok().flatten().unwrap_or_default()),
         }
     }

@@ -216,8 +216,9 @@ impl Agent {
         let attempt = result.attempt;
         let mut backoff = Backoff::new(BACKOFF_BASE, REPORT_BACKOFF_MAX);
         let ended = loop {
+            let api = self.api();
             let answer = tokio::select! {
-                answer = async { self.api().post_result(task_id, &result, origin).await } => answer,
+                answer = api.post_result(task_id, &result, origin) => answer,
                 // A result that is on its way gets a last moment; what fails then waits in the journal.
                 () = self.stopped_for(Duration::from_secs(2)) => return,
             };
@@ -237,7 +238,7 @@ impl Agent {
                     break Ended::GivenUp;
                 }
                 Err(error) => {
-                    if !self.recover_from(error, "reporting the result", &mut backoff).await {
+                    if !self.recover_from(&api, error, "reporting the result", &mut backoff).await {
                         return;
                     }
                 }
@@ -373,15 +374,17 @@ fn outcome(
 /// Answers that no repetition of the same result changes: the attempt is over, the task is not this node's, or the result is
 /// malformed.
 fn is_refused_for_good(error: &ApiError) -> bool {
-    error.status().is_some_and(|status| {
-        matches!(
-            status,
-            StatusCode::CONFLICT
-                | StatusCode::NOT_FOUND
-                | StatusCode::GONE
-                | StatusCode::BAD_REQUEST
-                | StatusCode::PAYLOAD_TOO_LARGE
-                | StatusCode::UNPROCESSABLE_ENTITY
-        )
-    })
+    // What a proxy on the way says of it is not the control plane's word.
+    error.is_the_control_planes()
+        && error.status().is_some_and(|status| {
+            matches!(
+                status,
+                StatusCode::CONFLICT
+                    | StatusCode::NOT_FOUND
+                    | StatusCode::GONE
+                    | StatusCode::BAD_REQUEST
+                    | StatusCode::PAYLOAD_TOO_LARGE
+                    | StatusCode::UNPROCESSABLE_ENTITY
+            )
+        })
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 use telemetry::Trace;
 use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
-use wire::task::{OpenError, Origin, SignatureError, TaskPayload, TaskRefused, open};
+use wire::task::{Envelope, OpenError, Origin, SignatureError, TaskPayload, TaskRefused, open};
 
 use super::execute::not_done;
 use super::{Agent, BACKOFF_BASE, Fatal, held};
@@ -22,7 +22,7 @@ const TOO_SOON: Duration = Duration::from_millis(500);
 /// Longest pause after a poll that brought nothing to do; the next task may be a good one.
 const FRUITLESS_MAX: Duration = Duration::from_secs(2);
 
-/// How long the first poll waits for the answer to a heartbeat.
+/// How long the first poll, and a task by an unknown key, wait for the answer to a heartbeat.
 const HEARD_WITHIN: Duration = Duration::from_secs(3);
 
 /// Whether something was gained by a poll.
@@ -41,8 +41,9 @@ impl Agent {
         let mut is_polling = false;
         let session = uuid::Uuid::new_v4();
         // Keys may have rotated while nobody was here: the answer to a heartbeat says so, and the first task is then known.
+        let mut heard = self.heard.subscribe();
         tokio::select! {
-            () = self.heard.notified() => {}
+            _ = heard.wait_for(|answers| *answers > 0) => {}
             () = tokio::time::sleep(HEARD_WITHIN) => {}
             () = self.stop.cancelled() => return,
         }
@@ -83,7 +84,7 @@ impl Agent {
                 }
                 Err(error) => {
                     is_polling = false;
-                    if !self.recover_from(error, "polling", &mut backoff).await {
+                    if !self.recover_from(&api, error, "polling", &mut backoff).await {
                         return;
                     }
                 }
@@ -93,21 +94,41 @@ impl Agent {
 
     async fn take(self: &Arc<Self>, received: Received, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
         let correlation_id = received.correlation_id.as_str();
-        let verifiers = held(&self.verifiers).clone();
-        let payload = match open(&received.envelope, &verifiers) {
+        let payload = match self.open(&received.envelope).await {
             Ok(payload) => payload,
             Err(error) => {
                 error!(correlation_id, error_code = code_of(&error), error = chain(&error), "a task is refused");
-                if matches!(error, OpenError::Signature(SignatureError::UnknownKey)) {
-                    // The keys may have rotated; the answer to a heartbeat says so.
-                    self.beat_now.notify_one();
-                }
                 self.decline(error, correlation_id);
                 return Gain::Nothing;
             }
         };
         let (span, origin) = scope_of(&payload, correlation_id);
         self.take_verified(payload, origin, slot).instrument(span).await
+    }
+
+    /// The task, where a trusted key signed it. The keys may have been rotated faster than heartbeats follow one another: before one is
+    /// taken for a stranger's, the control plane is asked.
+    async fn open(&self, envelope: &Envelope) -> Result<TaskPayload, OpenError> {
+        let mut heard = self.heard.subscribe();
+        // The first answer may be to a heartbeat that was under way before.
+        for _ in 0..2 {
+            match self.opened(envelope) {
+                Err(OpenError::Signature(SignatureError::UnknownKey)) => {}
+                opened => return opened,
+            }
+            self.beat_now.notify_one();
+            tokio::select! {
+                _ = heard.changed() => {}
+                () = tokio::time::sleep(HEARD_WITHIN) => break,
+                () = self.stop.cancelled() => break,
+            }
+        }
+        self.opened(envelope)
+    }
+
+    fn opened(&self, envelope: &Envelope) -> Result<TaskPayload, OpenError> {
+        let verifiers = held(&self.verifiers).clone();
+        open(envelope, &verifiers)
     }
 
     /// A task for this node of a kind that it does not know is answered, so that nobody waits for it.

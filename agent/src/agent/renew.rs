@@ -1,15 +1,15 @@
 //! The certificate's renewal, from half of its life on.
 
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 use tracing::{info, warn};
-use wire::enroll::RenewRequest;
+use wire::enroll::{NonceAnswer, RenewRequest};
 
 use super::enroll::{Applicant, Way};
 use super::{Agent, BACKOFF_BASE, Fatal};
-use crate::api::ApiError;
+use crate::api::{Api, ApiError};
 use crate::backoff::Backoff;
 use crate::identity::Identity;
 
@@ -17,6 +17,9 @@ const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
 /// A session so young is not given up because of one refused certificate.
 const SETTLED: Duration = Duration::from_secs(2);
+
+/// How soon the control plane is asked again about a certificate that somebody refuses.
+const ASKS_AGAIN_AFTER: Duration = Duration::from_secs(5);
 
 /// Why there is no new certificate yet.
 enum Failed {
@@ -69,8 +72,9 @@ impl Agent {
                 // It had expired and was recovered meanwhile.
                 return true;
             }
+            let api = self.api();
             let asked = tokio::select! {
-                asked = self.ask_for_renewal() => asked,
+                asked = self.ask_for_renewal(&api) => asked,
                 // The key waits on disk for the next start.
                 () = self.stop.cancelled() => return false,
             };
@@ -80,7 +84,7 @@ impl Agent {
                     return true;
                 }
                 Err(Failed::Call(error)) => {
-                    if !self.recover_from(error, "renewing the certificate", &mut backoff).await {
+                    if !self.recover_from(&api, error, "renewing the certificate", &mut backoff).await {
                         return false;
                     }
                 }
@@ -92,10 +96,10 @@ impl Agent {
         }
     }
 
-    async fn ask_for_renewal(&self) -> Result<Identity, Failed> {
+    async fn ask_for_renewal(&self, api: &Api) -> Result<Identity, Failed> {
         let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
         let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
-        let answer = self.api().renew(&request).await.map_err(Failed::Call)?;
+        let answer = api.renew(&request).await.map_err(Failed::Call)?;
         let identity = self.identities.commit(&pending, &answer).map_err(Fatal::from)?;
         self.take_identity(identity.clone()).map_err(Fatal::from)?;
         self.follow_verifiers(&answer.verifier_sets);
@@ -120,24 +124,51 @@ impl Agent {
         self.goes_on_after(recovered)
     }
 
-    /// Recovers an identity whose certificate is by an authority that is not trusted any more, as if it had ended: there is no way to
-    /// renew it. Returns whether the agent goes on.
-    pub(super) async fn replace_refused_certificate(&self) -> bool {
-        let _alone = self.recovering.lock().await;
-        let (not_after, age) = {
+    /// Somebody did not take the certificate that `api` shows. Where the control plane itself would not, since its authority is not trusted
+    /// any more or it has ended, the identity is recovered as an expired one is: there is no way to renew it. Returns whether the agent
+    /// goes on.
+    pub(super) async fn replace_refused_certificate(&self, api: &Api, refused: &ApiError) -> bool {
+        let mut asked_at = self.recovering.lock().await;
+        let (identity, is_in_use, age) = {
             let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
-            (session.identity.not_after, session.since.elapsed())
+            (session.identity.clone(), session.api.is(api), session.since.elapsed())
         };
         // What was refused is the one before, or a replica has not heard of the new authority: the same request decides it.
-        if self.config.enrollment_token.is_none() || age < SETTLED {
+        if self.config.enrollment_token.is_none() || !is_in_use || age < SETTLED {
             return true;
         }
-        warn!(certificate_not_after = %not_after, "the certificate's authority is not trusted any more");
-        let recovered = tokio::select! {
-            recovered = self.recover(not_after) => recovered,
-            () = self.stop.cancelled() => return false,
+        if asked_at.is_some_and(|at| at.elapsed() < ASKS_AGAIN_AFTER) {
+            return true;
+        }
+        *asked_at = Some(Instant::now());
+        let said = match Api::anonymous(&self.config) {
+            Ok(anonymous) => tokio::select! {
+                said = anonymous.nonce() => said,
+                () = self.stop.cancelled() => return false,
+            },
+            Err(error) => return self.goes_on_after(Err(error.into())),
         };
-        self.goes_on_after(recovered)
+        match said {
+            Ok(said) if is_good(&identity, &said, refused) => {
+                warn!(
+                    error_code = "certificate_not_replaced",
+                    "the control plane trusts the certificate's authority, so that recovering would not help: either the certificate was \
+                     revoked, and the node's enrollment is to be reissued, or a proxy in front does not know the authority, and is to \
+                     be given what `gpuaas node-ca` prints"
+                );
+                true
+            }
+            Ok(_) => {
+                warn!(certificate_not_after = %identity.not_after, "the certificate's authority is not trusted any more");
+                let recovered = tokio::select! {
+                    recovered = self.recover(identity.not_after) => recovered,
+                    () = self.stop.cancelled() => return false,
+                };
+                self.goes_on_after(recovered)
+            }
+            // The call that was refused is made again, and then this is asked again.
+            Err(_) => true,
+        }
     }
 
     fn goes_on_after(&self, recovered: Result<(), Fatal>) -> bool {
@@ -161,5 +192,17 @@ impl Agent {
         self.take_identity(obtained.identity)?;
         self.follow_verifiers(&obtained.verifier_sets);
         Ok(())
+    }
+}
+
+/// Whether the control plane would take the certificate, as far as its authority and its end go.
+fn is_good(identity: &Identity, said: &NonceAnswer, refused: &ApiError) -> bool {
+    if said.server_time.is_some_and(|now| identity.is_expired(now)) {
+        return false;
+    }
+    match (&said.node_authorities, &identity.authority) {
+        (Some(trusted), Some(authority)) => trusted.contains(authority),
+        // A control plane of before proxies were thought of does not say: an alert is its own.
+        (Some(_) | None, _) => !matches!(refused, ApiError::CertificateRefused(_)),
     }
 }

@@ -55,7 +55,7 @@ impl Way for OwnWay {
             let limits = WebSocketConfig::default()
                 .max_message_size(Some(MESSAGE))
                 .max_frame_size(Some(MESSAGE))
-                .read_buffer_size(2 * MESSAGE)
+                .read_buffer_size(4 * 1024)
                 .write_buffer_size(0)
                 .max_write_buffer_size(8 * MESSAGE);
             match client_async_with_config(request, stream, Some(limits)).await {

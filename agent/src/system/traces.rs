@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -11,7 +11,14 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use wire::proof::{Checked, Finding};
 
 use super::accounts::Account;
+use super::mounts::{self, Mounts};
+use super::walk::{self, Entry};
 use crate::tenant::{finding, look_at_path};
+
+/// As many paths as a finding names.
+const SHOWN: usize = 20;
+/// Where a machine keeps what its programs held when they crashed, under names with the uid in them.
+const DUMPS: &str = "/var/lib/systemd/coredump";
 
 /// Places where every user may leave files, and what a look at them is called in the proof.
 const SHARED: [(Checked, &str); 12] = [
@@ -57,6 +64,10 @@ const SYSV: [Listing; 3] = [
 pub struct Traces<'a> {
     pub account: &'a Account,
     pub home: &'a Path,
+    /// Where all homes are: another tenant may have taken in what this one left.
+    pub homes: &'a Path,
+    /// Further places where every user may leave files.
+    pub shared: &'a [PathBuf],
     /// A folder of the agent's own, to look at message queues through where the machine shows them nowhere.
     pub queues: &'a Path,
 }
@@ -64,22 +75,32 @@ pub struct Traces<'a> {
 impl Traces<'_> {
     /// Removes what can be removed; [`Traces::look`] tells whether that was all.
     pub fn remove(&self) {
-        self.unmount();
-        // Below a mount that would not go lies what is another's.
-        if self.mounts().is_ok_and(|mounts| mounts.is_empty()) {
-            let _ = remove_tree(self.home);
+        for point in self.mounts().unwrap_or_default() {
+            let _ = mounts::unmount(&point);
         }
-        for (_, folder) in SHARED {
-            for path in self.owned_in(Path::new(folder)).unwrap_or_default() {
-                let _ = remove_tree(&path);
-            }
+        // What is mounted still is passed by.
+        let Ok(mounts) = Mounts::of_this_machine() else { return };
+        let _ = walk::remove_at(self.home, &mounts);
+        for (_, folder) in self.places() {
+            let remove = |entry: &Entry<'_>| {
+                let _ = entry.remove(&mounts);
+                ControlFlow::Continue(())
+            };
+            let _ = walk::owned_by(self.account.uid, folder, &mounts, remove);
         }
         for (_, path) in self.named() {
-            let _ = remove_tree(&path);
+            let _ = walk::remove_at(&path, &mounts);
+        }
+        for path in self.dumps().unwrap_or_default() {
+            let _ = walk::remove_at(&path, &mounts);
         }
         let _ = self.with_queues(|folder| {
-            self.owned_in(folder)?.iter().for_each(|path| drop(fs::remove_file(path)));
-            Ok(())
+            let mounts = Mounts::of_this_machine()?;
+            let remove = |entry: &Entry<'_>| {
+                let _ = entry.remove(&mounts);
+                ControlFlow::Continue(())
+            };
+            walk::owned_by(self.account.uid, folder, &mounts, remove)
         });
         for listing in &SYSV {
             for id in self.sysv(listing).unwrap_or_default() {
@@ -93,18 +114,27 @@ impl Traces<'_> {
     #[must_use]
     pub fn look(&self) -> Vec<Finding> {
         let mut findings = vec![look_at_path(Checked::Home, self.home), self.look_at_mounts()];
-        for (what, folder) in SHARED {
-            let found = self.owned_in(Path::new(folder));
-            findings.push(finding(what, format!("files of uid {} in {folder}", self.account.uid), shown(found)));
+        for (what, folder) in self.places() {
+            let looked_for = format!("files of uid {} in {}", self.account.uid, folder.display());
+            findings.push(finding(what, looked_for, shown(self.owned_in(folder))));
         }
         findings.extend(self.named().into_iter().map(|(what, path)| look_at_path(what, &path)));
+        let looked_for = format!("dumps of uid {} in {DUMPS}", self.account.uid);
+        findings.push(finding(Checked::SessionFiles, looked_for, shown(self.dumps())));
         findings.push(self.look_at_queues());
         findings.push(self.look_at_sysv());
         findings
     }
 
+    /// Where every user may leave files, and where tenants have theirs.
+    fn places(&self) -> impl Iterator<Item = (Checked, &Path)> {
+        let usual = SHARED.into_iter().map(|(what, folder)| (what, Path::new(folder)));
+        let further = self.shared.iter().map(|folder| (Checked::Tmp, folder.as_path()));
+        usual.chain(further).chain([(Checked::Home, self.homes)])
+    }
+
     fn look_at_mounts(&self) -> Finding {
-        finding(Checked::Home, format!("mounts at or below {}", self.home.display()), shown(self.mounts()))
+        finding(Checked::Home, format!("mounts of uid {}", self.account.uid), shown(self.mounts()))
     }
 
     fn look_at_queues(&self) -> Finding {
@@ -120,21 +150,23 @@ impl Traces<'_> {
         finding(Checked::SysvIpc, format!("objects of uid {}", self.account.uid), found.map(|all| all.concat()))
     }
 
-    /// Mount points at or below the home, deepest first.
+    /// What it has mounted, deepest first: in its home, where a login has its runtime files, in folders of its own elsewhere.
     fn mounts(&self) -> io::Result<Vec<PathBuf>> {
-        let table = fs::read_to_string("/proc/self/mountinfo")?;
-        let points =
-            table.lines().filter_map(|line| line.split(' ').nth(4)).map(|field| PathBuf::from(unescape(field)));
-        let mut below: Vec<PathBuf> = points.filter(|point| point.starts_with(self.home)).collect();
-        below.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
-        Ok(below)
+        let runtime = Path::new("/run/user").join(self.account.uid.to_string());
+        Ok(Mounts::of_this_machine()?.of(self.account, &[self.home.to_owned(), runtime]))
     }
 
-    fn unmount(&self) {
-        for point in self.mounts().unwrap_or_default() {
-            // Not followed: the tenant may have put a link in its place. Detached: what holds it open is dead or dies.
-            let _ = umount2(&point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW);
-        }
+    /// systemd-coredump names a dump after the program, the uid, the boot, the pid and the time.
+    fn dumps(&self) -> io::Result<Vec<PathBuf>> {
+        let entries = match fs::read_dir(DUMPS) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        };
+        let mark = format!(".{}.", self.account.uid);
+        let paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
+        let is_of = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().contains(&mark));
+        Ok(paths.into_iter().filter(is_of).collect())
     }
 
     fn named(&self) -> Vec<(Checked, PathBuf)> {
@@ -145,31 +177,14 @@ impl Traces<'_> {
         NAMED.into_iter().flat_map(both).collect()
     }
 
-    /// What the tenant owns in a folder, at any depth, but not below what it owns: that goes with it.
+    /// What the tenant owns in a folder, at any depth, but not below what it owns: that goes with it. The first of it, where it is much.
     fn owned_in(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
         let mut owned = Vec::new();
-        let mut folders = vec![folder.to_owned()];
-        while let Some(folder) = folders.pop() {
-            let entries = match fs::read_dir(&folder) {
-                Ok(entries) => entries,
-                // Others' files come and go while this looks.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(error),
-            };
-            for entry in entries {
-                let Ok(entry) = entry else { continue };
-                let metadata = match entry.metadata() {
-                    Ok(metadata) => metadata,
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                    Err(error) => return Err(error),
-                };
-                if metadata.uid() == self.account.uid || metadata.gid() == self.account.uid {
-                    owned.push(entry.path());
-                } else if metadata.is_dir() {
-                    folders.push(entry.path());
-                }
-            }
-        }
+        let note = |entry: &Entry<'_>| {
+            owned.push(entry.path.clone());
+            if owned.len() < SHOWN { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        };
+        walk::owned_by(self.account.uid, folder, &Mounts::of_this_machine()?, note)?;
         owned.sort();
         Ok(owned)
     }
@@ -204,41 +219,5 @@ impl Traces<'_> {
 }
 
 fn shown(found: io::Result<Vec<PathBuf>>) -> io::Result<Vec<String>> {
-    found.map(|paths| paths.iter().map(|path| path.display().to_string()).collect())
-}
-
-/// Removes a file or a folder with all in it, following no link, also where it was made immutable.
-fn remove_tree(path: &Path) -> io::Result<()> {
-    let remove = || {
-        let metadata = path.symlink_metadata()?;
-        if metadata.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
-    };
-    match remove() {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            // The tool follows no link below the folder that it is given.
-            let mut chattr = Command::new("chattr");
-            chattr.args(["-R", "-f", "-i", "-a", "--"]).arg(path).stdout(Stdio::null()).stderr(Stdio::null());
-            let _ = chattr.status();
-            remove()
-        }
-        other => other,
-    }
-}
-
-/// Blanks and the like stand as octal numbers in the table of mounts (proc(5)).
-fn unescape(field: &str) -> String {
-    ["\\040", "\\011", "\\012", "\\134"]
-        .into_iter()
-        .zip([" ", "\t", "\n", "\\"])
-        .fold(field.to_owned(), |text, (escaped, plain)| text.replace(escaped, plain))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_mount_point_is_read_as_the_path_that_it_is() {
-        assert_eq!(unescape(r"/home/a\040b\134040c"), r"/home/a b\040c");
-    }
+    found.map(|paths| paths.iter().take(SHOWN).map(|path| path.display().to_string()).collect())
 }

@@ -40,8 +40,10 @@ impl Output {
         };
         let (first, second) = self.kept.as_slices();
         let of_first = first.get(skip..).unwrap_or_default();
+        let of_first = of_first.get(..most).unwrap_or(of_first);
         let of_second = second.get(skip.saturating_sub(first.len())..).unwrap_or_default();
-        of_first.iter().chain(of_second).take(most).copied().collect()
+        let of_second = of_second.get(..most - of_first.len()).unwrap_or(of_second);
+        [of_first, of_second].concat()
     }
 }
 

@@ -8,6 +8,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use pty_process::{OwnedReadPty, OwnedWritePty, Pty, Size};
@@ -74,6 +75,13 @@ struct Connected {
     said_taken: u64,
     /// What it asked for, until it is answered.
     answer: Option<Up>,
+}
+
+impl Connected {
+    /// So much that it is worth a message; less never fills the window.
+    const fn has_taken_much(&self) -> bool {
+        self.taken - self.said_taken >= INPUT_WINDOW / 4
+    }
 }
 
 /// Why the loop is left.
@@ -176,7 +184,7 @@ impl Session {
                         permit.send(up);
                     }
                 }
-                read = async { sleep_until(read_after).await; self.reader.read(&mut buffer).await }, if may_read => {
+                read = read(&mut self.reader, &mut buffer, read_after), if may_read => {
                     match read {
                         Ok(length @ 1..) => self.said(&buffer[..length]),
                         // EIO: every process of the terminal has closed it.
@@ -198,7 +206,7 @@ impl Session {
     fn has_to_say(&self) -> bool {
         self.connected
             .as_ref()
-            .is_some_and(|it| it.answer.is_some() || it.next < self.output.end() || it.said_taken < it.taken)
+            .is_some_and(|it| it.answer.is_some() || it.next < self.output.end() || it.has_taken_much())
     }
 
     /// The end of the wait for what the terminal still has to say after its shell's end.
@@ -291,6 +299,19 @@ impl Session {
     }
 }
 
+/// What is there, and not before that time. The kernel hands out 4 KiB at once, and there is often more.
+async fn read(reader: &mut OwnedReadPty, buffer: &mut [u8], not_before: Instant) -> std::io::Result<usize> {
+    if Instant::now() < not_before {
+        sleep_until(not_before).await;
+    }
+    let mut filled = reader.read(buffer).await?;
+    // Whatever ends it is said again by the next read.
+    while let Some(Ok(more @ 1..)) = reader.read(&mut buffer[filled..]).now_or_never() {
+        filled += more;
+    }
+    Ok(filled)
+}
+
 fn exit_of(status: Option<ExitStatus>) -> Exit {
     let how = status.map(|status| (status.code(), status.signal()));
     match how {
@@ -308,7 +329,7 @@ fn next_words(connected: &mut Option<Connected>, output: &Output) -> Option<Up> 
         return Some(answer);
     }
     let attachment = connected.attachment;
-    if connected.said_taken < connected.taken {
+    if connected.has_taken_much() {
         connected.said_taken = connected.taken;
         return Some(Up::Taken { attachment, bytes: connected.taken });
     }

@@ -94,6 +94,10 @@ pub struct Behaviour {
     /// The bundle of node authorities, PEM.
     pub node_authorities: Option<String>,
     pub renew_within_seconds: Option<u32>,
+    /// The first certificate that was seen is refused, as a control plane behind a proxy does.
+    pub refuse_the_first_certificate: bool,
+    /// As whoever asks for a nonce is told; `None`: as a control plane that does not say.
+    pub trusted_authorities: Option<Vec<String>>,
     /// Answers have nothing that this generation of the protocol did not say yet; of the one in force, everything.
     pub generation: u16,
     /// Heartbeats and enrollments of a newer protocol than this one's are refused.
@@ -121,6 +125,8 @@ impl Fake {
             lowest_set: None,
             node_authorities: None,
             renew_within_seconds: None,
+            refuse_the_first_certificate: false,
+            trusted_authorities: None,
             generation: PROTOCOL,
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
@@ -343,6 +349,11 @@ async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, requ
     if shared.behaviour.lock().unwrap().node_removed {
         return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
     }
+    let is_the_first =
+        shared.seen.lock().unwrap().certificates.first().map(Vec::as_slice) == Some(certificate.as_ref());
+    if is_the_first && shared.behaviour.lock().unwrap().refuse_the_first_certificate {
+        return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "certificate_unknown");
+    }
     if request.uri().path().ends_with("/tasks/wait") {
         let mut seen = shared.seen.lock().unwrap();
         if seen.certificates.last().map(Vec::as_slice) != Some(certificate.as_ref()) {
@@ -358,6 +369,7 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
     let uri = format!("spiffe://test/node/{}", shared.node_id);
     request.params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
     request.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    request.params.use_authority_key_identifier_extension = true;
     let at = |time: chrono::DateTime<Utc>| time::OffsetDateTime::from_unix_timestamp(time.timestamp()).unwrap();
     let not_after = Utc::now() + life;
     request.params.not_before = at(Utc::now());
@@ -375,7 +387,9 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
 async fn nonce(State(shared): State<Arc<Shared>>) -> Response {
     let nonce = Uuid::new_v4().to_string();
     shared.seen.lock().unwrap().nonces.push(nonce.clone());
-    Json(NonceAnswer { nonce, expires_at: Utc::now() + TimeDelta::minutes(5) }).into_response()
+    let node_authorities = shared.behaviour.lock().unwrap().trusted_authorities.clone();
+    let expires_at = Utc::now() + TimeDelta::minutes(5);
+    Json(NonceAnswer { nonce, expires_at, server_time: Some(Utc::now()), node_authorities }).into_response()
 }
 
 async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverRequest>) -> Response {

@@ -18,6 +18,9 @@ const INSIDE: &str = "GPUAAS_TEST_MACHINE";
 pub const UPPER: &str = "/run/gpuaas-upper";
 const LOWER: &str = "/run/gpuaas-lower";
 
+/// What is its own: flags of `unshare`.
+pub const NAMESPACES: [&str; 7] = ["--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"];
+
 /// Makes the machine and starts a program in it. `$1` is a folder for it, the rest is the program.
 pub const MAKE: &str = r#"
 set -eu
@@ -52,19 +55,8 @@ pub fn alone(name: &str, test: impl FnOnce()) {
     }
     let folder = tempfile::tempdir().unwrap();
     let ran = Command::new("unshare")
-        .args([
-            "--mount",
-            "--pid",
-            "--ipc",
-            "--fork",
-            "--kill-child",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            MAKE,
-            "sh",
-        ])
+        .args(NAMESPACES)
+        .args(["sh", "-c", MAKE, "sh"])
         .arg(folder.path())
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture", "--test-threads=1"])

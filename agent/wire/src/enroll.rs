@@ -63,6 +63,13 @@ pub struct NonceAnswer {
     /// To be signed as it is.
     pub nonce: String,
     pub expires_at: DateTime<Utc>,
+    /// By which clock a certificate's end is judged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server_time: Option<DateTime<Utc>>,
+    /// The key identifiers (RFC 5280, section 4.2.1.2) of the authorities whose certificates let nodes in, lower-case hexadecimal. A
+    /// certificate that somebody refuses although it is by one of them is not mended by a recovery.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_authorities: Option<Vec<String>>,
 }
 
 /// Body of `POST /internal/v1/nodes/{id}/recover`. Sent again with the same CSR and a new nonce where its answer was lost.

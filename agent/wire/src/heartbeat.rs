@@ -25,6 +25,9 @@ pub struct Heartbeat {
     /// [`fingerprint`](crate::bundle::fingerprint) of the node-CA bundle that the agent keeps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_ca_bundle_fingerprint: Option<String>,
+    /// The kinds of task that the agent does ([`KINDS`](crate::task::KINDS)). Who does not say is given what agents of its protocol do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task_types: Option<Vec<String>>,
 }
 
 /// A task under way on the node.

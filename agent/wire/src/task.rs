@@ -216,7 +216,8 @@ pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, O
     })
 }
 
-const KINDS: [&str; 6] = [
+/// The kinds of task that an agent of this build does. It says them with its heartbeats, and is given no others.
+pub const KINDS: [&str; 6] = [
     "allocation.provision",
     "allocation.release",
     "terminal.open",

@@ -150,7 +150,12 @@ fn enroll_answer() {
 
 #[test]
 fn nonce_answer() {
-    golden!(NonceAnswer { nonce: "AQID".into(), expires_at: at(300) });
+    golden!(NonceAnswer {
+        nonce: "AQID".into(),
+        expires_at: at(300),
+        server_time: Some(at(0)),
+        node_authorities: Some(vec!["0a1b".into()]),
+    });
 }
 
 #[test]
@@ -208,6 +213,7 @@ fn heartbeat() {
         },
         verifier_set_version: 1,
         running: vec![RunningTask { task_id: id(2), attempt: 1 }],
+        task_types: Some(vec!["allocation.provision".into(), "node.validate".into()]),
         node_ca_bundle_fingerprint: Some(fingerprint("-----BEGIN CERTIFICATE-----\n")),
     });
 }

@@ -18,4 +18,5 @@ mod service_accounts;
 mod service_tokens;
 mod skus;
 mod ssh_keys;
+mod terminal_page;
 mod world;

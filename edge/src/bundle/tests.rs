@@ -140,6 +140,28 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
 }
 
 #[test]
+fn a_command_that_cannot_write_the_new_token_leaves_the_machine_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let env_file = folder.path().join("etc/agent.env");
+    let bundle = installed(bundle(folder.path(), "https://nodes.example", "PEM\n"), env_file.to_str().unwrap(), "u");
+    fs::create_dir_all(folder.path().join("state")).unwrap();
+    fs::write(&bundle.key_path, "key").unwrap();
+    let command = restart_command(&bundle).unwrap();
+    // A machine that was never set up; then one whose file cannot be replaced.
+    for is_there in [false, true] {
+        if is_there {
+            fs::create_dir(folder.path().join("etc")).unwrap();
+            fs::write(&env_file, "SVC_API_URL='x'\n").unwrap();
+            fs::create_dir(folder.path().join("etc/agent.env.new")).unwrap();
+        }
+        assert!(!run(folder.path(), &command).status.success());
+        assert_eq!(fs::read_to_string(&bundle.key_path).unwrap(), "key");
+        assert!(!folder.path().join("asked").exists(), "nothing is restarted");
+    }
+    assert_eq!(fs::read_to_string(&env_file).unwrap(), "SVC_API_URL='x'\n");
+}
+
+#[test]
 fn a_package_that_is_configured_is_in_the_bundle_and_says_where_the_script_writes() {
     let folder = tempfile::tempdir().unwrap();
     let plain = bundle(folder.path(), "https://nodes.example", "PEM\n");

@@ -29,6 +29,7 @@ pub(super) async fn beat(
         // The machine says when: these two are its own.
         last_seen_at: now,
         silent_at: now,
+        task_types: beat.task_types.map(inventory::task_types).transpose()?,
     };
     let command = Command::Heartbeat {
         serial: node.serial,

@@ -2,12 +2,14 @@
 
 use crate::error::ApiError;
 use domain::node::{Gpu, Health, HealthStatus, Inventory};
+use std::collections::BTreeSet;
 use wire::heartbeat as reported;
 use wire::inventory::{ExecutorKind, GpuSource};
 
 const GPUS: usize = 64;
 const TEXT: usize = 256;
 const VERSION: usize = 64;
+const TASK_TYPES: usize = 64;
 /// Far above every machine, and far below where sums of it could overflow.
 const AMOUNT: u64 = 1 << 40;
 /// Alerts that are kept of a heartbeat, and characters of each text in them.
@@ -18,6 +20,25 @@ const ALERT_TEXT: usize = 500;
 /// `invalid_request`, naming the field.
 pub(super) fn agent_version(version: &str) -> Result<String, ApiError> {
     text("agent_version", version, VERSION).map(|()| version.to_owned())
+}
+
+/// The types of task that an agent does, by their names: also those that this release has not.
+///
+/// # Errors
+/// `invalid_request`, naming the field.
+pub(super) fn task_types(names: Vec<String>) -> Result<BTreeSet<String>, ApiError> {
+    const FIELD: &str = "task_types";
+    if names.len() > TASK_TYPES {
+        return Err(refused(FIELD, format!("has more than {TASK_TYPES} entries")));
+    }
+    let is_name = |name: &String| {
+        let plain = |byte: u8| byte.is_ascii_lowercase() || matches!(byte, b'.' | b'_');
+        (1..=VERSION).contains(&name.len()) && name.bytes().all(plain)
+    };
+    if !names.iter().all(is_name) {
+        return Err(refused(FIELD, "has an entry that is no name such as `node.validate`"));
+    }
+    Ok(names.into_iter().collect())
 }
 
 /// # Errors
@@ -152,6 +173,16 @@ mod tests {
         assert_eq!(change(|sent| sent.gpus = vec![sent.gpus[0].clone(); 65]), "inventory.gpus");
         assert_eq!(change(|sent| sent.gpus[0].uuid.clear()), "inventory.gpus[0].uuid");
         assert_eq!(change(|sent| sent.gpus[0].model = "x".repeat(1000)), "inventory.gpus[0].model");
+    }
+
+    #[test]
+    fn the_types_of_task_that_an_agent_does_are_names_and_not_many() {
+        let names = |names: &[&str]| task_types(names.iter().map(|name| (*name).to_owned()).collect());
+        assert_eq!(names(&["node.validate", "node.sing", "node.sing"]).unwrap().len(), 2);
+        for bad in ["", "Node", "a b", "a\n", "a;b", "\u{2028}", &"x".repeat(65)] {
+            assert_eq!(names(&[bad]).unwrap_err().details()["field"], "task_types", "{bad:?}");
+        }
+        assert!(names(&["x"; 65]).is_err());
     }
 
     #[test]

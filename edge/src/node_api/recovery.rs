@@ -21,10 +21,17 @@ use uuid::Uuid;
 use wire::PublicKey;
 use wire::enroll::{EnrollAnswer, NonceAnswer, RecoverRequest};
 
-/// `GET /internal/v1/nodes/{id}/recover/nonce`. It says nothing of the node, not even whether there is one.
+/// `GET /internal/v1/nodes/{id}/recover/nonce`. It says nothing of the node, not even whether there is one. Whom nodes are let in by is
+/// no secret: every handshake names them.
 pub(super) async fn nonce(State(api): State<NodeApi>, _: Admitted, Path(id): Path<Uuid>) -> Json<NonceAnswer> {
-    let minted = api.services.trust.nonces.mint(id, api.services.world.now());
-    Json(NonceAnswer { nonce: minted.value, expires_at: minted.until })
+    let (trust, now) = (&api.services.trust, api.services.world.now());
+    let minted = trust.nonces.mint(id, now);
+    Json(NonceAnswer {
+        nonce: minted.value,
+        expires_at: minted.until,
+        server_time: Some(now),
+        node_authorities: Some(trust.keys.load().node.key_ids()),
+    })
 }
 
 /// `POST /internal/v1/nodes/{id}/recover`. Whatever does not hold has one public answer; the cause is logged and audited.

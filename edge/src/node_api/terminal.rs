@@ -8,6 +8,7 @@ use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::identity::NodeIdentity;
 use crate::terminal::until_over;
+use crate::tls::connections::Held;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocket};
 use axum::extract::{State, WebSocketUpgrade};
@@ -39,6 +40,7 @@ pub(super) async fn stream(
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
     let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
+    let held = api.services.connections.hold(node.node_id, node.authority);
     let identify = Command::Identify { serial: node.serial };
     api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
     let found = current::<TerminalSession>(&api.services, session.0).await?;
@@ -55,10 +57,11 @@ pub(super) async fn stream(
     let upgrade = upgrade
         .max_message_size(MESSAGE)
         .max_frame_size(MESSAGE)
-        .read_buffer_size(2 * MESSAGE)
+        // Of each session, and most say nothing most of the time; a long message gets room of its own.
+        .read_buffer_size(4 * 1024)
         .write_buffer_size(0)
         .max_write_buffer_size(8 * MESSAGE);
-    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session }.run(socket)))
+    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, held }.run(socket)))
 }
 
 struct NodeEnd {
@@ -66,6 +69,8 @@ struct NodeEnd {
     scope: Scope,
     node_id: NodeId,
     session: TerminalSessionId,
+    /// A proxy's connection is not the node's: what runs over it is cut here.
+    held: Held,
 }
 
 impl NodeEnd {
@@ -78,6 +83,7 @@ impl NodeEnd {
             why = self.hear(stream, &here) => { debug!(why, "an agent's terminal stream ended"); false }
             why = speak(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
             () = here.gone() => false,
+            () = self.held.cut() => false,
             () = services.stopping.cancelled() => false,
             _ = until_over(&services, self.session, None) => true,
         };

@@ -18,17 +18,19 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use uuid::Uuid;
-use wire::terminal::{CHUNK, Down, INPUT_WINDOW, Up};
+use wire::terminal::{CHUNK, Down, INPUT_WINDOW, OUTPUT_WINDOW, Up};
 
 /// How often the user's end is asked whether it is there, and after how long a silence it counts as gone.
 const ASKS_EVERY: Duration = Duration::from_secs(15);
 const SILENT_AFTER: Duration = Duration::from_secs(45);
-/// How long the node's stream is looked for before the user is told to come again.
+/// How long the node's stream is looked for before the user is told to come again, and how often; one that comes here says so.
 const LOOKS_FOR: Duration = Duration::from_secs(60);
 const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
 const REST: Duration = Duration::from_secs(3);
 const CLOSES_WITHIN: Duration = Duration::from_secs(2);
+/// Output that comes without a pause is acknowledged in steps of so many bytes.
+const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
 /// Control messages and pings a second, on average and at once; more is no person.
 const CONTROLS_A_SECOND: u64 = 50;
 const CONTROLS_AT_ONCE: u64 = 200;
@@ -231,14 +233,17 @@ impl Browser {
         } else {
             self.from
         };
+        let wait = self.services.terminals.waits().park(self.session.id);
         loop {
+            // Before the look: a stream that comes meanwhile is not missed.
+            let woken = wait.woken();
             if let Some(link) = self.services.terminals.link(self.session.id, self.attachment, from).await {
                 return Some(link);
             }
             if Instant::now() >= until {
                 return None;
             }
-            tokio::time::sleep(LOOKS_EVERY).await;
+            let _ = timeout(LOOKS_EVERY, woken).await;
         }
     }
 
@@ -274,7 +279,22 @@ impl Browser {
         let mut asks = interval(ASKS_EVERY);
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut expected = None;
+        let mut acknowledged = progress.delivered.load(Ordering::Relaxed);
         loop {
+            // What came together goes out together, and is acknowledged once.
+            let delivered = progress.delivered.load(Ordering::Relaxed);
+            if delivered > acknowledged && (up.is_empty() || delivered - acknowledged >= ACKNOWLEDGES_EVERY) {
+                if sink.flush().await.is_err() {
+                    return Parted::User;
+                }
+                acknowledged = delivered;
+                let waits_for_client =
+                    progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
+                let ack = Down::Ack { attachment, position: delivered };
+                if !waits_for_client && down.send(ack).await.is_err() {
+                    return Parted::Link;
+                }
+            }
             let said = tokio::select! {
                 said = up.recv() => said,
                 Some(answer) = answers.recv() => {
@@ -296,6 +316,7 @@ impl Browser {
                     expected = Some(position);
                     let first = !progress.knows.swap(true, Ordering::Relaxed);
                     progress.delivered.store(position, Ordering::Relaxed);
+                    acknowledged = position;
                     // A link that was made anew behind its back is news only where something is missing.
                     if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
                         return Parted::User;
@@ -304,15 +325,10 @@ impl Browser {
                 (Some(Up::Output { position, bytes, .. }), Some(at)) if position == at => {
                     let position = at + bytes.len() as u64;
                     expected = Some(position);
-                    if sink.send(Message::Binary(bytes.into())).await.is_err() {
+                    if sink.feed(Message::Binary(bytes.into())).await.is_err() {
                         return Parted::User;
                     }
                     progress.delivered.store(position, Ordering::Relaxed);
-                    let waits_for_client =
-                        progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
-                    if !waits_for_client && down.send(Down::Ack { attachment, position }).await.is_err() {
-                        return Parted::Link;
-                    }
                 }
                 // Something in between is missing: from there on once more.
                 (Some(Up::Output { .. }), Some(_)) => return Parted::Link,

@@ -102,8 +102,9 @@ async fn connect(
         .protocols([PROTOCOL])
         .max_message_size(USER_MESSAGE)
         .max_frame_size(USER_MESSAGE)
-        .read_buffer_size(USER_MESSAGE / 4)
-        .write_buffer_size(0)
+        // Filled with zeros for each read and kept for as long as the connection: people type a few bytes.
+        .read_buffer_size(4 * 1024)
+        .write_buffer_size(MESSAGE)
         .max_write_buffer_size(8 * MESSAGE);
     Ok(match admitted {
         Ok((attachment, session)) => upgrade.on_upgrade(move |socket| {
@@ -129,7 +130,7 @@ fn check_origin(services: &Services, headers: &HeaderMap) -> Result<(), ApiError
 }
 
 /// Scheme, host and port of a URL (RFC 6454).
-fn origin_of(url: &str) -> String {
+pub(crate) fn origin_of(url: &str) -> String {
     reqwest::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 

@@ -1,4 +1,4 @@
-//! What is connected, by node, so that all connections of a removed node can be closed.
+//! What is connected, by node, so that all connections of a removed node can be closed, and what it holds open through a proxy.
 
 use std::{
     collections::HashMap,
@@ -64,6 +64,21 @@ impl Connections {
         closed
     }
 
+    /// Something of a node's that outlives its request, over whosever connection it runs: it is cut as the node's own connections are. To
+    /// be held before the node is asked for, so that a cut in between is not missed.
+    #[must_use]
+    pub fn hold(&self, node_id: Uuid, authority: String) -> Held {
+        let cut = CancellationToken::new();
+        let registered = self.register(Whose { node_id, authority }, &cut);
+        Held { cut, _registered: registered }
+    }
+
+    fn register(&self, Whose { node_id, authority }: Whose, cut: &CancellationToken) -> Registered {
+        let number = self.0.next.fetch_add(1, Ordering::Relaxed);
+        self.0.by_node.entry(node_id).or_default().insert(number, Open { cut: cut.clone(), authority });
+        Registered { registry: Arc::clone(&self.0), node_id, number }
+    }
+
     /// How many connections the node has to this replica.
     #[must_use]
     pub fn count(&self, node_id: Uuid) -> usize {
@@ -80,11 +95,7 @@ impl Connections {
     /// for as long as it exists.
     pub(crate) fn watch<T>(&self, whose: Option<Whose>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {
         let cut = CancellationToken::new();
-        let registered = whose.map(|Whose { node_id, authority }| {
-            let number = self.0.next.fetch_add(1, Ordering::Relaxed);
-            self.0.by_node.entry(node_id).or_default().insert(number, Open { cut: cut.clone(), authority });
-            Registered { registry: Arc::clone(&self.0), node_id, number }
-        });
+        let registered = whose.map(|whose| self.register(whose, &cut));
         Watched {
             io,
             cut: registered.is_some().then(|| Box::pin(cut.cancelled_owned())),
@@ -107,6 +118,20 @@ impl Drop for Registered {
             connections.remove(&self.number);
             connections.is_empty()
         });
+    }
+}
+
+/// A node's terminal, or the like, while it is open.
+#[derive(Debug)]
+pub struct Held {
+    cut: CancellationToken,
+    _registered: Registered,
+}
+
+impl Held {
+    /// Until it is to be cut.
+    pub async fn cut(&self) {
+        self.cut.cancelled().await;
     }
 }
 
@@ -238,6 +263,21 @@ mod tests {
         far_b.write_u8(7).await.unwrap();
         assert_eq!(kept.read_u8().await.unwrap(), 7);
         assert_eq!(connections.close_node(removed), 0);
+    }
+
+    #[tokio::test]
+    async fn what_a_node_holds_open_over_a_proxy_s_connection_is_cut_with_its_own() {
+        let connections = Connections::default();
+        let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
+        let (first, second) = (connections.hold(removed, "old".into()), connections.hold(other, "old".into()));
+        let third = connections.hold(other, "new".into());
+        assert_eq!(connections.close_node(removed), 1);
+        first.cut().await;
+        assert_eq!(connections.close_untrusted(|authority| authority == "new"), 1);
+        second.cut().await;
+        assert!(!third.cut.is_cancelled());
+        drop((first, second, third));
+        assert!(connections.0.by_node.is_empty());
     }
 
     #[tokio::test]

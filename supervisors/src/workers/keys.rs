@@ -10,6 +10,7 @@ use domain::Event;
 use edge::identity::TrustDomain;
 use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysError, KeysInForce};
+use edge::polls::Polls;
 use edge::tls::connections::Connections;
 use edge::tls::tickets::SharedTickets;
 use edge::tls::{ServerTls, TlsConfigError, server_config};
@@ -37,6 +38,7 @@ pub struct Keeper {
     pub changed: Arc<Notify>,
     pub bus: Bus,
     pub connections: Connections,
+    pub polls: Polls,
     /// Set once, where this process serves nodes.
     pub acceptor: OnceLock<NodeAcceptor>,
     /// Set with it; none where nodes connect directly.
@@ -142,6 +144,10 @@ impl Keeper {
             let closed = self.connections.close_untrusted(|authority| now.node.trusts(authority));
             if closed > 0 {
                 tracing::info!(connections = closed, "connections were cut: their authority is retired");
+            }
+            if !before.node.key_ids().iter().all(|authority| now.node.trusts(authority)) {
+                // Behind a proxy no connection is a node's: who waits there is told.
+                self.polls.wake_all();
             }
         }
         for name in forsaken {

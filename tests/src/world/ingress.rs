@@ -15,6 +15,7 @@ use supervisors::dev::process::{ChildProcess, Launch, free_port};
 /// From where proxies speak to replicas.
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 const STARTS_WITHIN: Duration = Duration::from_secs(20);
+const STOPS_WITHIN: Duration = Duration::from_secs(2);
 
 /// A kind of proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,9 +86,10 @@ impl Kind {
 
 /// A proxy that runs. Dropping it stops it.
 pub struct Ingress {
+    kind: Kind,
     address: SocketAddr,
-    _process: ChildProcess,
-    _folder: tempfile::TempDir,
+    process: ChildProcess,
+    folder: tempfile::TempDir,
 }
 
 impl Ingress {
@@ -127,33 +129,16 @@ impl Ingress {
         let configuration = placed(kind, folder.path(), address, world.replicas[0].listens().node);
         files::write_private(&path, configuration.as_bytes()).expect("a file can be written");
 
-        let log = folder.path().join("log");
-        let launch = Launch::new("the proxy", kind.program(), &log);
-        let launch = match kind {
-            Kind::Haproxy => launch.argument("-db").argument("-f").argument(&path),
-            Kind::Nginx => launch
-                .argument("-p")
-                .argument(folder.path())
-                .argument("-g")
-                .argument("daemon off;")
-                .argument("-c")
-                .argument(&path),
-            Kind::Envoy => {
-                launch.arguments(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"]).argument(&path)
-            }
-        };
-        let mut process = launch.spawn().expect("the proxy starts");
-        let until = Instant::now() + STARTS_WITHIN;
-        while tokio::net::TcpStream::connect(address).await.is_err() {
-            let ended = process.exit_status();
-            assert!(
-                ended.is_none() && Instant::now() < until,
-                "{kind:?} does not listen: {ended:?}\n{}",
-                process.log_tail()
-            );
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-        Self { address, _process: process, _folder: folder }
+        let process = launch(kind, address, folder.path()).await;
+        Self { kind, address, process, folder }
+    }
+
+    /// Gives it the authorities of nodes as they are now, and starts it anew with them.
+    pub async fn follow(&mut self, world: &World) {
+        let path = self.folder.path().join("node-ca.pem");
+        files::write_private(&path, node_ca(world).as_bytes()).expect("a file can be written");
+        self.process.stop(STOPS_WITHIN).await;
+        self.process = launch(self.kind, self.address, self.folder.path()).await;
     }
 
     /// What agents connect to.
@@ -161,6 +146,33 @@ impl Ingress {
     pub fn url(&self) -> String {
         format!("https://{}", self.address)
     }
+}
+
+/// Starts the program on what lies in the folder, and waits until it listens.
+async fn launch(kind: Kind, address: SocketAddr, folder: &Path) -> ChildProcess {
+    let path = folder.join(kind.file());
+    let launch = Launch::new("the proxy", kind.program(), folder.join("log"));
+    let launch = match kind {
+        Kind::Haproxy => launch.argument("-db").argument("-f").argument(&path),
+        Kind::Nginx => {
+            launch.argument("-p").argument(folder).argument("-g").argument("daemon off;").argument("-c").argument(&path)
+        }
+        Kind::Envoy => {
+            launch.arguments(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"]).argument(&path)
+        }
+    };
+    let mut process = launch.spawn().expect("the proxy starts");
+    let until = Instant::now() + STARTS_WITHIN;
+    while tokio::net::TcpStream::connect(address).await.is_err() {
+        let ended = process.exit_status();
+        assert!(
+            ended.is_none() && Instant::now() < until,
+            "{kind:?} does not listen: {ended:?}\n{}",
+            process.log_tail()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    process
 }
 
 /// The configuration as it is in the checkout, but for where things are: each of these is in it.

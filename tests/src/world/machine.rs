@@ -2,7 +2,7 @@
 //! network is the host's. An agent on it is root and makes Linux users, and nothing of that reaches the host.
 
 use super::World;
-use crate::overlay::{MAKE, Seen, UPPER, View};
+use crate::overlay::{MAKE, NAMESPACES, Seen, UPPER, View};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Uid};
 use std::collections::BTreeMap;
@@ -41,19 +41,8 @@ impl World {
         }
         let folder = tempfile::tempdir().expect("a folder can be made");
         let unshare = Command::new("unshare")
-            .args([
-                "--mount",
-                "--pid",
-                "--ipc",
-                "--fork",
-                "--kill-child",
-                "--propagation",
-                "private",
-                "sh",
-                "-c",
-                MAKE,
-                "sh",
-            ])
+            .args(NAMESPACES)
+            .args(["sh", "-c", MAKE, "sh"])
             .arg(folder.path())
             .args(["sh", "-c", INIT])
             .stdin(Stdio::null())

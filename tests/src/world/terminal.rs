@@ -8,7 +8,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpStream;
@@ -95,6 +95,24 @@ impl World {
 }
 
 impl Gateway {
+    /// Trusts the world's authority alone.
+    #[must_use]
+    pub fn client_config(&self) -> ClientConfig {
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_file_iter(&self.ca).unwrap() {
+            roots.add(certificate.unwrap()).unwrap();
+        }
+        ClientConfig::builder().with_root_certificates(roots).with_no_client_auth()
+    }
+
+    async fn tls(&self) -> TlsStream<TcpStream> {
+        let stream = TcpStream::connect(&self.at).await.expect("the gateway listens");
+        stream.set_nodelay(true).unwrap();
+        let host = self.at.rsplit_once(':').expect("a port").0.to_owned();
+        let name = ServerName::try_from(host).unwrap();
+        TlsConnector::from(Arc::new(self.client_config())).connect(name, stream).await.expect("TLS")
+    }
+
     /// Opens a terminal, which the gateway has to let in as far as the upgrade.
     pub async fn open(&self, token: &str, from: Option<u64>) -> Terminal {
         let asking = Asking { token: Some(token.to_owned()), from, ..Asking::default() };
@@ -114,7 +132,7 @@ impl Gateway {
         if let Some(origin) = &asking.origin {
             request.headers_mut().insert("origin", origin.parse().unwrap());
         }
-        let stream = tls(&self.ca, &self.at).await;
+        let stream = self.tls().await;
         match timeout(PATIENCE, client_async(request, stream)).await.expect("the gateway answers") {
             Ok((socket, answer)) => {
                 assert_eq!(answer.headers()["sec-websocket-protocol"], "gpu.terminal.v1");
@@ -129,20 +147,13 @@ impl Gateway {
     }
 }
 
-async fn tls(ca: &Path, at: &str) -> TlsStream<TcpStream> {
-    let mut roots = RootCertStore::empty();
-    for certificate in CertificateDer::pem_file_iter(ca).unwrap() {
-        roots.add(certificate.unwrap()).unwrap();
-    }
-    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
-    let stream = TcpStream::connect(at).await.expect("the gateway listens");
-    stream.set_nodelay(true).unwrap();
-    let host = at.rsplit_once(':').expect("a port").0.to_owned();
-    let name = ServerName::try_from(host).unwrap();
-    TlsConnector::from(Arc::new(config)).connect(name, stream).await.expect("TLS")
-}
-
 impl Terminal {
+    /// The connection itself, for whoever counts on their own.
+    #[must_use]
+    pub fn into_socket(self) -> WebSocketStream<TlsStream<TcpStream>> {
+        self.socket
+    }
+
     /// What is typed.
     pub async fn enter(&mut self, text: &str) {
         self.socket.send(Message::Binary(text.as_bytes().to_vec().into())).await.expect("the terminal takes input");

@@ -20,6 +20,9 @@ pub struct Seen {
     pub last_seen_at: Timestamp,
     /// When the node counts as offline unless it is heard.
     pub silent_at: Timestamp,
+    /// The names of the types of task that the agent does, as it says itself. Where it does not, its protocol says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task_types: Option<BTreeSet<String>>,
 }
 
 /// What the agent found in the machine.
@@ -76,7 +79,7 @@ impl Node {
         let reply = Reply::Work { orders: self.orders() };
         let Some(seen) = &self.seen else { return Ok(Step::stay(reply)) };
         let mut next = self.clone();
-        next.see(&seen.boot_id, &seen.agent_version, seen.protocol, ctx);
+        next.see(&seen.boot_id, &seen.agent_version, seen.protocol, seen.task_types.as_ref(), ctx);
         Ok(self.after_contact(next, reply, ctx))
     }
 
@@ -107,7 +110,7 @@ impl Node {
         let offline_after = ctx.policy.int(Key::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
         let mut next = self.clone();
-        next.see(&from.boot_id, &from.agent_version, from.protocol, ctx);
+        next.see(&from.boot_id, &from.agent_version, from.protocol, from.task_types.as_ref(), ctx);
         next.inventory = Some(inventory);
         next.health = health;
         let faults = next.faults(self, ctx);
@@ -211,12 +214,20 @@ impl Node {
     }
 
     /// Notes a contact, unless the last noted one is recent and from the same agent.
-    pub(super) fn see(&mut self, boot_id: &str, agent_version: &str, protocol: u16, ctx: &Ctx<'_>) {
+    pub(super) fn see(
+        &mut self,
+        boot_id: &str,
+        agent_version: &str,
+        protocol: u16,
+        task_types: Option<&BTreeSet<String>>,
+        ctx: &Ctx<'_>,
+    ) {
         let offline_after = ctx.policy.seconds(Key::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let recent = self.seen.as_ref().is_some_and(|seen| {
             seen.boot_id == boot_id
                 && seen.agent_version == agent_version
                 && seen.protocol == protocol
+                && seen.task_types.as_ref() == task_types
                 && ctx.now < seen.last_seen_at + offline_after / 3
                 && ctx.now >= seen.last_seen_at
         });
@@ -228,6 +239,7 @@ impl Node {
                 protocol,
                 last_seen_at: ctx.now,
                 silent_at: ctx.now + offline_after,
+                task_types: task_types.cloned(),
             });
         }
     }

@@ -195,7 +195,7 @@ impl Node {
         let certificate = Certificate { generation, ..shown.issued };
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
-        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, ctx);
+        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
         let audit = self.audit(
             AuditAction::NodesEnroll,

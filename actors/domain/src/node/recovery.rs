@@ -101,7 +101,7 @@ impl Node {
         let certificate = Certificate { generation, ..shown.issued.clone() };
         identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.spend(&shown.nonce, ctx);
-        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, ctx);
+        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
         let recoveries_left = next.identity.recoveries_left;
         let audit = self.audit(
             AuditAction::NodesRecover,

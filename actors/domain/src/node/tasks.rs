@@ -152,10 +152,18 @@ impl Node {
     pub(super) fn stale_tasks(&self, step: Step<Self>, ctx: &Ctx<'_>) -> Step<Self> {
         let mut next = step.next.clone().unwrap_or_else(|| self.clone());
         let mut stale = Vec::new();
+        let withheld = next.clone();
         for (task_id, task) in next.tasks.iter_mut().filter(|(_, task)| task.time_is_over(ctx.now)) {
             let when_stale = task.task_type.when_stale();
             match when_stale {
-                WhenStale::Requeue => task.again(ctx),
+                WhenStale::Requeue => match withheld.withholds(task.task_type) {
+                    None => task.again(ctx),
+                    // It was not handed out, and would not be.
+                    Some(message) => {
+                        let verdict = Verdict::Failed { code: "task_type_unknown".to_owned(), message };
+                        task.phase = TaskPhase::Ended { at: ctx.now, verdict, output: None };
+                    }
+                },
                 WhenStale::AwaitOperator => task.phase = TaskPhase::AwaitsOperator { since: ctx.now },
                 WhenStale::Expire => {
                     let (code, message) = ("expired".to_owned(), "The agent did not report in time.".to_owned());
@@ -194,11 +202,17 @@ impl Node {
         self.tasks.values().filter(|task| task.is_open()).map(|task| task.work.deadline_at).min()
     }
 
-    /// The task that an operator has to look at, or will have to: what can be offered again needs nobody.
+    /// The task that an operator has to look at, or will have to: what can be offered again needs nobody, what the agent does not do, an
+    /// upgrade.
     pub(super) fn task_deadline(&self) -> Option<Deadline> {
         let waits = self.tasks.values().filter_map(|task| match task.phase {
             TaskPhase::AwaitsOperator { since } => {
-                Some(Deadline::new(since, format!("{} was not reported on: look and resume it", task.task_type)))
+                let of_the_agent = self.withholds(task.task_type).map(|why| format!("; {why}")).unwrap_or_default();
+                let why = format!("{} was not reported on: look and resume it{of_the_agent}", task.task_type);
+                Some(Deadline::new(since, why))
+            }
+            TaskPhase::Open if self.withholds(task.task_type).is_some() => {
+                self.withholds(task.task_type).map(|why| Deadline::new(task.work.deadline_at, why))
             }
             TaskPhase::Open if task.task_type.when_stale() == WhenStale::AwaitOperator => {
                 Some(Deadline::new(task.work.deadline_at, format!("{} was not reported on yet", task.task_type)))

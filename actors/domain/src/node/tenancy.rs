@@ -443,13 +443,14 @@ impl Node {
         Work { task_id, attempt, ordered_at: ctx.now, deadline_at: Timestamp::MAX_UTC, origin: Some(ctx.origin()) }
     }
 
-    /// The work that waits for the agent, oldest first.
+    /// The work that waits for the agent and is of types that it does, oldest first.
     pub(super) fn orders(&self) -> Vec<Order> {
         let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold));
         let mut orders: Vec<_> = of_tenants.chain(self.own_orders()).collect();
         if self.in_service() {
             orders.extend(self.terminal_orders());
         }
+        orders.retain(|order| self.withholds(order.what.task_type()).is_none());
         orders.sort_by_key(|order| (order.work.ordered_at, order.work.task_id));
         orders
     }

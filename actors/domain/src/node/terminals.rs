@@ -5,6 +5,7 @@ use super::{HoldPhase, Life, Node, Order, Place, Rejection, Reply, Verdict, What
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::task_type::TaskType;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +46,9 @@ impl Node {
             |node: &Self| node.holds.get(&allocation_id).is_some_and(|hold| matches!(hold.phase, HoldPhase::Ready));
         if !in_service || !ready(self) {
             return failed("tenant_not_ready", "a terminal is wanted of a tenant that is not set up");
+        }
+        if let Some(why) = self.withholds(TaskType::TerminalOpen) {
+            return failed("agent_outdated", &why);
         }
         let mut next = self.clone();
         let Some(hold) = next.holds.get_mut(&allocation_id) else { return Step::stay(Reply::Done) };

@@ -91,6 +91,7 @@ fn seen(boot_id: &str) -> Box<Seen> {
         protocol: 3,
         last_seen_at: start(),
         silent_at: start(),
+        task_types: None,
     })
 }
 

@@ -510,6 +510,7 @@ impl World {
                 protocol: 3,
                 last_seen_at: self.now,
                 silent_at: self.now,
+                task_types: None,
             }),
             inventory: Box::new(inventory(id, gpus)),
             health: Box::new(node::Health { status, alerts: Vec::new() }),

@@ -183,6 +183,7 @@ fn node_commands() -> Vec<node::Command> {
         protocol: 3,
         last_seen_at: at(),
         silent_at: at(),
+        task_types: None,
     };
     let health = Health {
         alerts: vec![json!({ "probe_id": "xid", "n": 1.5, "deep": [null, { "a": -1 }] })],

@@ -19,6 +19,7 @@ use crate::error::Code;
 const TAGS: &[(&str, &str)] = &[
     ("allocation", "GPUs rented, watched and given back."),
     ("terminal", "Shells on what is rented: the tokens that open them, and who is in them."),
+    ("terminal_page", "A page with a terminal, for a browser."),
     ("sku", "The catalog: kinds of machines, where they are offered and at what price."),
     ("billing", "Prepaid money: what there is, what it went to, and what something would cost."),
     ("ssh_key", "The public keys that open a user's allocations."),

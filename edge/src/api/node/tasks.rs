@@ -52,6 +52,8 @@ pub(in crate::api) struct TaskView {
     ordered_at: DateTime<Utc>,
     deadline_at: DateTime<Utc>,
     overdue: bool,
+    /// Why it is not handed to the agent that was heard last: that one does not know tasks of its type. Null where it is handed out.
+    withheld_because: Option<String>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -152,9 +154,9 @@ pub(in crate::api) async fn tasks(
 ) -> Result<Json<NodeTasks>, ApiError> {
     let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let now = services.world.now();
-    let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(*id, hold, now));
+    let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
     let own = node.tasks.values().filter(|task| !matches!(task.phase, TaskPhase::Ended { .. }));
-    let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(task, now))).collect();
+    let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(&node, task, now))).collect();
     let ended = node.tasks.values().filter_map(EndedView::of).collect();
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
     let history = services.reads.history(id, None, SEARCHED).await?.items;
@@ -210,34 +212,35 @@ pub(in crate::api) async fn resume_task(
 fn shown(services: &Services, status: StatusCode, answered: &Answered<Reply>) -> Result<Response, ApiError> {
     let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
     let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
-    let view = TaskView::of_node(task, services.world.now());
+    let view = TaskView::of_node(node, task, services.world.now());
     Ok((status, replayed(answered), Json(view)).into_response())
 }
 
 impl TaskView {
-    fn of(allocation_id: AllocationId, hold: &Hold, now: Timestamp) -> Option<Self> {
+    fn of(node: &Node, allocation_id: AllocationId, hold: &Hold, now: Timestamp) -> Option<Self> {
         let (task_type, state, work) = match &hold.phase {
-            HoldPhase::Provisioning { work } => ("allocation.provision", TaskState::Open, work),
+            HoldPhase::Provisioning { work } => (TaskType::AllocationProvision, TaskState::Open, work),
             HoldPhase::Releasing { work } | HoldPhase::Abandoned { work } => {
-                ("allocation.release", TaskState::Open, work)
+                (TaskType::AllocationRelease, TaskState::Open, work)
             }
-            HoldPhase::ReleaseFailed { work } => ("allocation.release", TaskState::Failed, work),
+            HoldPhase::ReleaseFailed { work } => (TaskType::AllocationRelease, TaskState::Failed, work),
             HoldPhase::Reserved | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => return None,
         };
         let Work { task_id, attempt, ordered_at, deadline_at, .. } = *work;
         Some(Self {
             task_id: task_id.0,
-            task_type,
+            task_type: task_type.name(),
             state,
             allocation_id: Some(allocation_id.0),
             attempt,
             ordered_at,
             deadline_at,
             overdue: deadline_at < now,
+            withheld_because: node.withholds(task_type),
         })
     }
 
-    fn of_node(task: &NodeTask, now: Timestamp) -> Self {
+    fn of_node(node: &Node, task: &NodeTask, now: Timestamp) -> Self {
         let Work { task_id, attempt, ordered_at, deadline_at, .. } = task.work;
         let state = match task.phase {
             TaskPhase::Open => TaskState::Open,
@@ -248,6 +251,10 @@ impl TaskView {
             task_id: task_id.0,
             task_type: task.task_type.name(),
             overdue: deadline_at < now && !matches!(state, TaskState::Ended),
+            withheld_because: match state {
+                TaskState::Open | TaskState::AwaitsOperator => node.withholds(task.task_type),
+                TaskState::Failed | TaskState::Ended => None,
+            },
             state,
             allocation_id: None,
             attempt,

@@ -177,6 +177,10 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
         panic!("no node")
     };
     assert_eq!(node.life, Life::Removed);
+    // The machine comes back as another node.
+    let again = world.post("/api/v1/admin/nodes").admin().json(&node_body("h100x4", 4)).send().await;
+    assert_eq!((&again.is(201)["host"], &again.body["state"]), (&removed.body["host"], &json!("registered")));
+    assert_ne!(again.body["id"], removed.body["id"]);
     world.call(Method::PATCH, &path).admin().json(&json!({"port": 23})).send().await.refused(400, "invalid_request");
 }
 

@@ -6,6 +6,7 @@ use super::world::{Answer, World};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::TimeDelta;
+use domain::TaskType;
 use domain::node::Command;
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -204,6 +205,25 @@ async fn what_an_older_agent_is_refused_with_is_in_the_form_that_it_reads() {
         let refused = agent.reconnected(&world).wait(&world, 1).await;
         refused.not_let_in("node_removed");
         generation.reads("error_envelope", &refused.body);
+    }
+}
+
+#[tokio::test]
+async fn an_agent_of_an_older_generation_is_handed_the_tasks_that_it_knows_and_no_others() {
+    for generation in Generation::before() {
+        let world = World::new().await;
+        let (agent, _) = enrolled(generation, &world).await;
+        generation.waits(&world, &agent).await.is(204);
+        let order = async |task_type| {
+            world.admin(agent.node_id, Command::OrderTask { task_type, reason: "test".to_owned() }).await;
+        };
+        order(TaskType::DiagnosticsCollect).await;
+        order(TaskType::NodeReboot).await;
+        generation.waits(&world, &agent).await.is(204);
+        let node = world.node(agent.node_id).await;
+        assert!(domain::Machine::deadline(&node).unwrap().reason.contains("upgrade it"), "it says why they wait");
+        order(TaskType::NodeValidate).await;
+        generation.task(&world, &agent, "validate_payload").await;
     }
 }
 

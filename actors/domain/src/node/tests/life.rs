@@ -266,6 +266,17 @@ fn a_retired_node_comes_back_only_in_order() {
 }
 
 #[test]
+fn a_retired_node_renews_and_gets_no_work() {
+    let retired = node().active().retired();
+    let renewed = retired.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") }).expect("retired");
+    assert!(renewed.node.identity.certificates.contains_key("02"));
+    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    assert_eq!(polled.reply, Reply::Work { orders: Vec::new() });
+    assert!(matches!(renewed.refuses(&worker(), reserve(TENANT, 1)), Rejection::NotSchedulable { .. }));
+    assert_eq!(renewed.node.gpus_free(), 0);
+}
+
+#[test]
 fn how_long_silence_may_last_is_policy() {
     let story = node().policy(Key::NodeOfflineAfter, 10).active();
     assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(10)));

@@ -112,3 +112,55 @@ fn a_task_that_is_not_here_is_neither_resumed_nor_reported() {
     assert_eq!(story.refuses(&agent(), report(other, 1, DONE)), Rejection::TaskUnknown);
     assert_eq!(story.retired().removing().node.tasks.len(), 0);
 }
+
+/// The story's agent, heard again as one that speaks `protocol` and says that it does these tasks.
+fn heard_as(story: Story, protocol: u16, task_types: Option<&[&str]>) -> Story {
+    let Command::Heartbeat { serial, mut seen, inventory, health } = heartbeat(HealthStatus::Ok, inventory(GPUS))
+    else {
+        unreachable!("a heartbeat is one")
+    };
+    seen.protocol = protocol;
+    seen.task_types = task_types.map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+    story.agent(Command::Heartbeat { serial, seen, inventory, health })
+}
+
+#[test]
+fn what_an_agent_does_not_know_is_not_handed_to_it_and_says_why_it_waits() {
+    for (protocol, says, knows) in [
+        (1, None, &["node.validate"][..]),
+        (2, None, &["node.validate"]),
+        (3, None, &["node.validate", "diagnostics.collect", "node.reboot"]),
+        (3, Some(&["diagnostics.collect", "node.sing"][..]), &["diagnostics.collect"]),
+        (3, Some(&[]), &[]),
+    ] {
+        for task_type in TaskType::ORDERED {
+            let (story, _) = ordered(heard_as(node().active(), protocol, says), task_type);
+            let is_known = knows.contains(&task_type.name());
+            assert_eq!(story.orders().len(), usize::from(is_known), "{task_type} of protocol {protocol}, {says:?}");
+            assert_eq!(story.node.withholds(task_type).is_some(), !is_known);
+            let why = story.node.deadline().map(|deadline| deadline.reason).unwrap_or_default();
+            assert_eq!(why.contains("upgrade it"), !is_known, "{why}");
+        }
+    }
+}
+
+#[test]
+fn a_task_that_waits_for_an_upgrade_is_handed_out_after_it_and_ends_where_none_comes() {
+    let old = heard_as(node().active(), 2, None);
+    let (waiting, task_id) = ordered(old, TaskType::DiagnosticsCollect);
+    let upgraded = heard_as(waiting.clone(), 3, Some(&["diagnostics.collect"]));
+    assert_eq!(upgraded.orders(), ["diagnostics.collect"]);
+    assert_eq!(upgraded.node.deadline(), None);
+
+    let ended = waiting.after(TimeDelta::seconds(600)).ticked();
+    let TaskPhase::Ended { verdict: Verdict::Failed { code, message }, .. } = phase(&ended, task_id).1 else {
+        panic!("it was never handed out, and is not offered for ever: {:?}", ended.node.tasks)
+    };
+    assert_eq!(code, "task_type_unknown");
+    assert!(message.contains("protocol 2") && message.ends_with("upgrade it"), "{message}");
+
+    let (rebooting, task_id) = ordered(heard_as(node().active(), 1, None), TaskType::NodeReboot);
+    let stalled = heard_as(rebooting, 1, None).after(TimeDelta::seconds(600)).ticked();
+    assert!(matches!(phase(&stalled, task_id), (1, TaskPhase::AwaitsOperator { .. })));
+    assert!(stalled.node.deadline().unwrap().reason.ends_with("upgrade it"));
+}

@@ -1,0 +1,142 @@
+//! What is mounted on the machine, and what of it is a tenant's doing: in its own folders, or through FUSE, which needs no root.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MntFlags, umount2};
+
+use super::accounts::Account;
+use super::walk;
+
+/// The mounts of this machine, by where they are. Of several on one place the last, which is the one that is seen.
+#[derive(Debug, Default)]
+pub struct Mounts(BTreeMap<PathBuf, Mount>);
+
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// Its files are what some user's program says.
+    is_fuse: bool,
+    /// Who mounted it, as FUSE notes it.
+    user: Option<u32>,
+}
+
+impl Mounts {
+    /// # Errors
+    /// The table cannot be read.
+    pub fn of_this_machine() -> io::Result<Self> {
+        Ok(Self::read(&fs::read("/proc/self/mountinfo")?))
+    }
+
+    /// proc(5): the fourth field is the place; behind a dash come type, source and options of the file system.
+    fn read(table: &[u8]) -> Self {
+        let mount = |line: &[u8]| {
+            let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+            let point = unescaped(fields.get(4)?);
+            let dash = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
+            let (kind, options) = (fields.get(dash + 1)?, fields.get(dash + 3).copied().unwrap_or_default());
+            let user = options
+                .split(|byte| *byte == b',')
+                .find_map(|option| std::str::from_utf8(option.strip_prefix(b"user_id=")?).ok()?.parse().ok());
+            let is_fuse = *kind == b"fuse" || kind.starts_with(b"fuse.") || *kind == b"fuseblk";
+            Some((point, Mount { is_fuse, user: user.filter(|_| is_fuse) }))
+        };
+        Self(table.split(|byte| *byte == b'\n').filter_map(mount).collect())
+    }
+
+    /// Whether something is mounted there.
+    #[must_use]
+    pub fn has(&self, path: &Path) -> bool {
+        self.0.contains_key(path)
+    }
+
+    /// Mounted strictly below the folder, and to be looked into: what a user's own program shows there is no file of anybody's.
+    pub fn to_be_looked_into_below<'a>(&'a self, folder: &'a Path) -> impl Iterator<Item = PathBuf> + 'a {
+        let below = self.0.iter().filter(move |(point, _)| point.starts_with(folder) && *point != folder);
+        below.filter(|(_, mount)| !mount.is_fuse).map(|(point, _)| point.clone())
+    }
+
+    /// What the tenant has mounted, or had mounted for it, deepest first: at or below its folders, whatever shows as its own, and through
+    /// FUSE anywhere.
+    #[must_use]
+    pub fn of(&self, account: &Account, folders: &[PathBuf]) -> Vec<PathBuf> {
+        let is_the_tenants = |point: &Path, mount: &Mount| {
+            mount.user == Some(account.uid)
+                || folders.iter().any(|folder| point.starts_with(folder))
+                || point
+                    .ancestors()
+                    .any(|folder| fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.uid() == account.uid))
+        };
+        let theirs = self.0.iter().filter(|(point, mount)| is_the_tenants(point, mount));
+        let mut theirs: Vec<PathBuf> = theirs.map(|(point, _)| point.clone()).collect();
+        theirs.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
+        theirs
+    }
+}
+
+/// Takes it away, without a step through a link that somebody may have put in the way.
+///
+/// # Errors
+/// It is still there, or what is there is something else by now.
+pub fn unmount(point: &Path) -> io::Result<()> {
+    let (Some(parent), Some(name)) = (point.parent(), point.file_name()) else {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    };
+    let folder = walk::open_without_links(parent)?;
+    // Detached: what holds it open is dead or dies.
+    Ok(umount2(&walk::path_in(folder.as_fd(), name), MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?)
+}
+
+/// Blanks and the like stand as octal numbers in the table.
+fn unescaped(field: &[u8]) -> PathBuf {
+    let (mut bytes, mut rest) = (Vec::with_capacity(field.len()), field);
+    while let Some((byte, after)) = rest.split_first() {
+        let octal = (*byte == b'\\').then(|| after.get(..3)).flatten();
+        let number = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        match number {
+            Some(number) => {
+                bytes.push(number);
+                rest = &after[3..];
+            }
+            None => {
+                bytes.push(*byte);
+                rest = after;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(bytes))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const TABLE: &[u8] = b"24 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+        30 24 0:26 / /home/tena/a\\040b\\134040c rw shared:2 master:1 - tmpfs tmpfs rw,user_id=70001\n\
+        31 24 0:27 / /opt/data rw - fuse.sshfs host: rw,user_id=70001,group_id=70001\n\
+        32 24 0:28 / /tmp/mine rw - fuse host: rw,user_id=1000\n\
+        33 24 0:29 / /tmp/scratch rw - tmpfs tmpfs rw\n\
+        cut off\n";
+
+    #[test]
+    fn a_mount_is_the_tenant_s_by_its_place_and_by_who_mounted_it() {
+        let mounts = Mounts::read(TABLE);
+        let account = Account { name: "tena".into(), uid: 70_001 };
+        let theirs = mounts.of(&account, &[PathBuf::from("/home/tena")]);
+        assert_eq!(theirs, [PathBuf::from("/home/tena/a b\\040c"), PathBuf::from("/opt/data")]);
+        assert!(mounts.has(Path::new("/tmp/mine")) && !mounts.has(Path::new("/tmp")));
+    }
+
+    #[test]
+    fn what_a_user_s_program_shows_is_not_looked_into() {
+        let mounts = Mounts::read(TABLE);
+        let below: Vec<_> = mounts.to_be_looked_into_below(Path::new("/tmp")).collect();
+        assert_eq!(below, [PathBuf::from("/tmp/scratch")]);
+    }
+}

@@ -1,0 +1,119 @@
+//! The page with a terminal: a browser is enough for a shell on what is rented.
+//!
+//! The page holds no secret and is the same for everybody. Its user gives it their access token, which it keeps in its tab, and it does
+//! what any client does: asks for a terminal token and connects to the gateway. Its files are built in (`build.rs`); it asks no other host.
+
+use std::sync::LazyLock;
+
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use sha2::{Digest as _, Sha256};
+use uuid::Uuid;
+
+use crate::body::Path;
+use crate::error::ApiError;
+use crate::services::Services;
+use crate::terminal::origin_of;
+
+const PAGE: &str = include_str!("../../terminal-page/index.html");
+
+const SCRIPT: &str = "text/javascript; charset=utf-8";
+const STYLE: &str = "text/css; charset=utf-8";
+
+/// What the page loads: its own files, and xterm.js from npm.
+const ASSETS: [(&str, &str, &str); 9] = [
+    ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
+    ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
+    ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
+    ("api.js", SCRIPT, include_str!("../../terminal-page/api.js")),
+    ("words.js", SCRIPT, include_str!("../../terminal-page/words.js")),
+    ("style.css", STYLE, include_str!("../../terminal-page/style.css")),
+    ("xterm.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/xterm.mjs"))),
+    ("addon-fit.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/addon-fit.mjs"))),
+    ("xterm.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/xterm.css"))),
+];
+
+/// One file, with what tells its versions apart.
+struct Asset {
+    name: &'static str,
+    kind: HeaderValue,
+    etag: HeaderValue,
+    bytes: Bytes,
+}
+
+static LOADED: LazyLock<Vec<Asset>> = LazyLock::new(|| {
+    let asset = |(name, kind, text): (&'static str, &'static str, &'static str)| {
+        let digest = hex::encode(&Sha256::digest(text)[..16]);
+        let etag = HeaderValue::from_str(&format!("\"{digest}\"")).unwrap_or(HeaderValue::from_static("\"\""));
+        Asset { name, kind: HeaderValue::from_static(kind), etag, bytes: Bytes::from_static(text.as_bytes()) }
+    };
+    ASSETS.into_iter().map(asset).collect()
+});
+
+/// What the page may do: run its own scripts, which make no markup out of text, and talk to this service. xterm.js writes its colours and
+/// sizes into a style sheet of its own making.
+fn page_may(terminal_url: &str) -> Result<HeaderValue, ApiError> {
+    let gateway = origin_of(terminal_url);
+    let may = format!(
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self' {gateway}; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    );
+    HeaderValue::from_str(&may).map_err(|_| ApiError::internal("the address of terminals is no header's text"))
+}
+
+/// A page with a terminal on your active allocation.
+///
+/// It is the same page for everybody: in it the user gives an access token, by which it asks for terminal tokens. Open it at the
+/// control plane's public URL.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("allocation_id" = Uuid, Path, description = "The allocation's id")),
+    responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+)]
+pub(super) async fn page(
+    State(services): State<Services>,
+    Path(_allocation): Path<Uuid>,
+) -> Result<Response, ApiError> {
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
+        (header::CONTENT_SECURITY_POLICY, page_may(&services.addresses.terminal_url)?),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+        // Whoever opened this page in a window has no hold on it.
+        (HeaderName::from_static("cross-origin-opener-policy"), HeaderValue::from_static("same-origin")),
+    ];
+    Ok((headers, PAGE).into_response())
+}
+
+/// A script or style sheet of the page with a terminal.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("name" = String, Path, description = "The file's name, as the page asks for it", example = "main.js")),
+    responses(
+        (status = 200, description = "The file.", content(
+            (String = "text/javascript"),
+            (String = "text/css"),
+        )),
+        (status = 304, description = "The file is the one that `If-None-Match` names."),
+    ),
+)]
+pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
+    let found = LOADED.iter().find(|asset| asset.name == name);
+    let Asset { kind, etag, bytes, .. } = found.ok_or_else(|| ApiError::not_found("file of the page"))?;
+    // Asked for each time, and sent where it is another: no page is put together of two versions for long.
+    let headers = [
+        (header::CONTENT_TYPE, kind.clone()),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+        (header::ETAG, etag.clone()),
+    ];
+    if asked.get(header::IF_NONE_MATCH) == Some(etag) {
+        return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
+    }
+    Ok((headers, bytes.clone()).into_response())
+}

@@ -1,0 +1,68 @@
+//! The page with a terminal, as it is served; what it does in a browser is tested in `tests/it/terminal_page.rs`.
+
+use super::world::World;
+use axum::http::StatusCode;
+use axum::response::Response;
+
+const ID: &str = "018f4e2a-7c1b-7000-8000-000000000001";
+
+async fn text(response: Response) -> String {
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn the_page_may_run_its_own_scripts_and_talk_to_its_own_service() {
+    let world = World::new().await;
+    let page = world.get(&format!("/terminal/{ID}")).response().await;
+    assert_eq!(page.status(), StatusCode::OK);
+    let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();
+    let may = header("content-security-policy");
+    for rule in [
+        "default-src 'none';",
+        "script-src 'self';",
+        "connect-src 'self' wss://api.gpu.example;",
+        "form-action 'none';",
+        "frame-ancestors 'none';",
+    ] {
+        assert!(may.contains(rule), "{may}");
+    }
+    assert_eq!((header("referrer-policy"), header("x-content-type-options")), ("no-referrer".into(), "nosniff".into()));
+    let page = text(page).await;
+    // No script and no handler stands in it, and it holds nothing of anybody: it is the same for every id.
+    for (at, _) in page.match_indices("<script") {
+        assert!(page[at..].starts_with("<script type=\"module\" src=\"/terminal/assets/"), "{}", &page[at..at + 60]);
+    }
+    assert!(!page.contains(" onload=") && !page.contains("http"), "{page}");
+    let other = world.get(&format!("/terminal/{}", ID.replace("0001", "0002"))).response().await;
+    assert_eq!(text(other).await, page);
+    world.get("/terminal/somewhere").send().await.refused(400, "invalid_request");
+}
+
+#[tokio::test]
+async fn what_the_page_loads_is_there_and_is_sent_once() {
+    let world = World::new().await;
+    let page = text(world.get(&format!("/terminal/{ID}")).response().await).await;
+    let mut wanted: Vec<String> =
+        page.split("\"/terminal/assets/").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
+    assert!(wanted.contains(&"main.js".to_owned()), "{wanted:?}");
+    let mut served = 0;
+    while let Some(name) = wanted.pop() {
+        let path = format!("/terminal/assets/{name}");
+        let answer = world.get(&path).response().await;
+        assert_eq!(answer.status(), StatusCode::OK, "{path}");
+        let kind = if name.ends_with(".css") { "text/css" } else { "text/javascript" };
+        assert!(answer.headers()["content-type"].to_str().unwrap().starts_with(kind), "{path}");
+        let etag = answer.headers()["etag"].to_str().unwrap().to_owned();
+        let again = world.get(&path).header("if-none-match", &etag).response().await;
+        assert_eq!(again.status(), StatusCode::NOT_MODIFIED, "{path}");
+        let text = text(answer).await;
+        assert!(!text.is_empty());
+        wanted.extend(text.split("from \"./").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()));
+        served += 1;
+    }
+    assert!(served >= 9, "only {served} files were asked for");
+    for gone in ["package.json", "session.test.js", "..%2Findex.html", "xterm.mjs.map"] {
+        world.get(&format!("/terminal/assets/{gone}")).send().await.refused(404, "not_found");
+    }
+}

@@ -1,0 +1,134 @@
+// The page: who is asked for, what is shown, and which button does what.
+
+import { minting } from "./api.js";
+import { Screen } from "./screen.js";
+import { Session } from "./session.js";
+import { OFFERS } from "./words.js";
+
+const at = (id) => document.getElementById(id);
+const allocation = location.pathname.split("/").at(-1);
+
+// What this tab remembers: the access token, which is nobody else's, and the session, so that a page loaded anew goes on with it.
+const BEARER = "gpuaas.bearer";
+const SESSION = `gpuaas.session.${allocation}`;
+const READ_ALOUD = "gpuaas.read-aloud";
+
+const remember = (storage, key, value) => (value === null ? storage.removeItem(key) : storage.setItem(key, value));
+
+const screen = new Screen(at("screen"), {
+  type: (bytes) => session.type(bytes),
+  resized: () => session.resize(),
+  leave: () => (at("next").hidden ? at("end") : at("next")).focus(),
+});
+
+const session = new Session(
+  {
+    mint: minting(allocation, () => sessionStorage.getItem(BEARER)),
+    connect: (url, protocols) => new WebSocket(url, protocols),
+    screen,
+    tell: show,
+    keep: (id) => remember(sessionStorage, SESSION, id),
+    after: (run, ms) => setTimeout(run, ms),
+    cancel: (timer) => clearTimeout(timer),
+    now: () => performance.now(),
+    chance: Math.random,
+  },
+  sessionStorage.getItem(SESSION),
+);
+
+/** @param {import("./session.js").State} state */
+function show(state) {
+  const signedOut = state.name === "signed-out";
+  at("state").dataset.state = state.name;
+  const words = wordsOf(state);
+  if (at("state").textContent !== words) {
+    at("state").textContent = words;
+  }
+  // Beside what is read aloud: nobody wants to hear every second.
+  at("countdown").textContent = state.name === "waiting" ? `in ${state.seconds} s` : "";
+  at("sign-in").hidden = !signedOut;
+  for (const id of ["screen", "hint", "forget"]) {
+    at(id).hidden = signedOut;
+  }
+  at("end").hidden = state.name !== "connected";
+  offer(state);
+  screen.takesInput(state.name === "connected");
+  if (signedOut) {
+    at("token").focus();
+  }
+}
+
+function wordsOf(state) {
+  switch (state.name) {
+    case "connecting":
+      return "Connecting …";
+    case "connected":
+      return "Connected.";
+    case "waiting":
+      return `${state.why} Reconnecting`;
+    default:
+      return state.why;
+  }
+}
+
+/** The one thing that can be done next, if there is one. */
+function offer(state) {
+  const next = state.name === "waiting" ? "now" : state.name === "closed" ? state.next : null;
+  const button = at("next");
+  button.hidden = next === null;
+  button.textContent = next === null ? "" : OFFERS[next];
+  button.dataset.offers = next ?? "";
+  if (state.name === "closed" && next !== null) {
+    button.focus();
+  }
+}
+
+function begin() {
+  for (const [id, hidden] of [["sign-in", true], ["screen", false], ["hint", false]]) {
+    at(id).hidden = hidden;
+  }
+  screen.open();
+  session.open();
+}
+
+const ACTS = {
+  now: () => session.hurry(),
+  take: () => session.open(),
+  retry: () => session.open(),
+  new: () => {
+    screen.clear();
+    session.openNew();
+  },
+};
+
+const short = allocation.slice(0, 8);
+at("allocation").textContent = short;
+at("allocation").title = `allocation ${allocation}`;
+document.title = `Terminal ${short}`;
+at("next").addEventListener("click", () => ACTS[at("next").dataset.offers]?.());
+at("end").addEventListener("click", () => session.end());
+at("forget").addEventListener("click", () => {
+  session.leave();
+  sessionStorage.clear();
+  // Nothing of what was shown is left for who sits here next.
+  location.reload();
+});
+at("sign-in").addEventListener("submit", (event) => {
+  event.preventDefault();
+  remember(sessionStorage, BEARER, at("token").value.trim());
+  at("token").value = "";
+  begin();
+});
+at("read-aloud").checked = localStorage.getItem(READ_ALOUD) !== null;
+at("read-aloud").addEventListener("change", () => {
+  remember(localStorage, READ_ALOUD, at("read-aloud").checked ? "yes" : null);
+  screen.readAloud(at("read-aloud").checked);
+});
+screen.readAloud(at("read-aloud").checked);
+addEventListener("online", () => session.hurry());
+
+if (sessionStorage.getItem(BEARER) === null) {
+  show({ name: "signed-out", why: "" });
+} else {
+  begin();
+}

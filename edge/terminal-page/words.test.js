@@ -1,0 +1,52 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { minting } from "./api.js";
+import { OFFERS, ofClose, ofRefusal } from "./words.js";
+
+test("every close code of the service is said in words, with what can be done", () => {
+  for (const code of [1000, 1001, 1006, 1008, 1009, 1011, 1012, 1013, 4401, 4403, 4408, 4409]) {
+    const verdict = ofClose(code, null);
+    assert.ok(verdict.why.length > 10, String(code));
+    assert.ok(verdict.kind === "again" || verdict.next in OFFERS, String(code));
+  }
+  assert.equal(ofClose(1000, { code: null, signal: 9 }).why, "The program was ended by signal 9.");
+  assert.equal(ofClose(1000, { code: 0, signal: null }).why, "The program ended with 0.");
+});
+
+test("a refusal says what the service says, and where to ask", () => {
+  const body = { message: "An allocation that is released has no terminal.", correlation_id: "abc" };
+  assert.deepEqual(ofRefusal(409, body, 0, false).why, "An allocation that is released has no terminal. (abc)");
+  assert.equal(ofRefusal(409, body, 0, true).next, "new");
+  assert.equal(ofRefusal(401, {}, 0, false).kind, "sign-in");
+  assert.deepEqual(ofRefusal(429, {}, 20, false), { kind: "again", why: "The service answers 429.", next: null, seconds: 20 });
+});
+
+const answer = (status, body, headers = {}) => new Response(JSON.stringify(body), { status, headers });
+
+test("the access token goes into a header of one request to this service, and nowhere else", async () => {
+  let asked;
+  const mint = minting("a", () => "secret", async (path, how) => {
+    asked = { path, how };
+    return answer(201, { token: "t", session_id: "s", websocket_url: "wss://x" });
+  });
+  assert.equal((await mint("s")).token, "t");
+  assert.equal(asked.path, "/api/v1/allocations/a/terminal-tokens");
+  assert.equal(asked.how.headers.authorization, "Bearer secret");
+  assert.equal(asked.how.body, '{"session_id":"s"}');
+  assert.equal(asked.how.redirect, "error");
+});
+
+test("without an access token nobody is asked", async () => {
+  const mint = minting("a", () => null, () => assert.fail("asked"));
+  await assert.rejects(mint(null), (verdict) => verdict.kind === "sign-in");
+});
+
+test("an answer that is none, and a rubbish one, are tried again or said", async () => {
+  const unreachable = minting("a", () => "x", async () => Promise.reject(new TypeError("network")));
+  await assert.rejects(unreachable(null), (verdict) => verdict.kind === "again");
+  const rubbish = minting("a", () => "x", async () => new Response("<html>", { status: 502 }));
+  await assert.rejects(rubbish(null), (verdict) => verdict.kind === "again");
+  const limited = minting("a", () => "x", async () => answer(429, { message: "Too many." }, { "retry-after": "7" }));
+  await assert.rejects(limited(null), (verdict) => verdict.seconds === 7);
+});
