@@ -107,9 +107,9 @@ struct Standing {
     verdict: Option<Verdict>,
 }
 
-/// Where a route's middleware waits for the standing that the extractor finds out.
+/// A limited route's word to whoever finds out who asks, and where its middleware waits for the caller's standing.
 #[derive(Clone)]
-struct Asked {
+pub(crate) struct Limited {
     group: Group,
     standing: Arc<OnceLock<Standing>>,
 }
@@ -146,14 +146,14 @@ impl RateLimiter {
     ///
     /// # Errors
     /// `rate_limited` where the quota is used up.
-    pub async fn take(
+    pub(crate) async fn take(
         &self,
-        parts: &request::Parts,
+        asked: Option<&Limited>,
         scopes: &Scopes,
         policy: &PolicyBook,
         now: Timestamp,
     ) -> Result<(), ApiError> {
-        let Some(asked) = parts.extensions.get::<Asked>() else { return Ok(()) };
+        let Some(asked) = asked else { return Ok(()) };
         let group = asked.group;
         let limit = u32::try_from(policy.int(group.key(), scopes, now)).unwrap_or(1);
         let user = scopes.user_id.as_deref().unwrap_or_default();
@@ -276,7 +276,7 @@ fn whole_seconds(duration: Duration) -> u64 {
 /// The middleware of a limited route.
 pub(crate) async fn in_group(State(group): State<Group>, mut request: Request, next: Next) -> Response {
     let standing = Arc::new(OnceLock::new());
-    request.extensions_mut().insert(Asked { group, standing: Arc::clone(&standing) });
+    request.extensions_mut().insert(Limited { group, standing: Arc::clone(&standing) });
     let mut response = next.run(request).await;
     if let Some(standing) = standing.get() {
         standing.write(response.headers_mut());

@@ -173,8 +173,8 @@ export class Session {
 
   #show(bytes) {
     this.#received += bytes.length;
-    const to = this.#received;
-    this.world.screen.write(bytes, () => this.#draw(to));
+    const [to, of] = [this.#received, this.id];
+    this.world.screen.write(bytes, () => of === this.id && this.#draw(to));
   }
 
   #draw(to) {

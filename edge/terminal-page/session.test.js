@@ -190,6 +190,17 @@ test("what ended stays ended, and says how", async () => {
   assert.deepEqual(world.asked, [null, null]);
 });
 
+test("what is drawn late of an earlier session is not acknowledged in the next", async () => {
+  const [world, session] = await connected();
+  world.shows(10 * ACKNOWLEDGES_EVERY);
+  world.closes(1000);
+  world.mint = async () => ({ token: "t", session_id: "another", websocket_url: "wss://gpu.example/ws" });
+  await session.openNew();
+  world.attaches();
+  world.draws();
+  assert.deepEqual(world.controls().filter((it) => it.type === "ack"), [{ type: "ack", position: 0 }]);
+});
+
 test("a second tab that takes the session over is not fought", async () => {
   const [world, session] = await connected();
   world.closes(4409);

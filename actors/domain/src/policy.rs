@@ -112,6 +112,7 @@ policy_keys! {
     AllocationReleaseMaxAttempts = "allocation.release_max_attempts": int(10, 1, 1000), "Clean-up attempts before the node is fenced.";
     AllocationReleaseBackoffMax = "allocation.release_backoff_max_seconds": int(300, 1, 86_400), "Cap of the pause between clean-up attempts.";
     AllocationQueueMax = "allocation.queue_max_seconds": int(86_400, 0, 604_800), "Longest time that a request may wait for capacity.";
+    AllocationEventStreams = "allocation.event_streams_per_user": int(128, 1, 4096), "Streams of allocations' transitions that one user may have open at one process.";
     RateLimitApi = "rate_limit.api_requests_per_minute": int(120, 1, 1_000_000), "Requests per user.";
     RateLimitTerminalToken = "rate_limit.terminal_token_requests_per_minute": int(10, 1, 100_000), "Terminal token minting.";
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";

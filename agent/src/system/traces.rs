@@ -86,7 +86,7 @@ impl Traces<'_> {
                 let _ = entry.remove(&mounts);
                 ControlFlow::Continue(())
             };
-            let _ = walk::owned_by(self.account.uid, folder, &mounts, remove);
+            let _ = walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, remove);
         }
         for (_, path) in self.named() {
             let _ = walk::remove_at(&path, &mounts);
@@ -100,7 +100,7 @@ impl Traces<'_> {
                 let _ = entry.remove(&mounts);
                 ControlFlow::Continue(())
             };
-            walk::owned_by(self.account.uid, folder, &mounts, remove)
+            walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, remove)
         });
         for listing in &SYSV {
             for id in self.sysv(listing).unwrap_or_default() {
@@ -131,6 +131,12 @@ impl Traces<'_> {
         let usual = SHARED.into_iter().map(|(what, folder)| (what, Path::new(folder)));
         let further = self.shared.iter().map(|folder| (Checked::Tmp, folder.as_path()));
         usual.chain(further).chain([(Checked::Home, self.homes)])
+    }
+
+    /// The place, and what is mounted below it. Among the homes that is the machine's own people's, elsewhere kept and not for tenants.
+    fn folders_of(&self, place: &Path, mounts: &Mounts) -> Vec<PathBuf> {
+        let below = mounts.to_be_looked_into_below(place).filter(|_| place != self.homes);
+        std::iter::once(place.to_owned()).chain(below).collect()
     }
 
     fn look_at_mounts(&self) -> Finding {
@@ -184,7 +190,8 @@ impl Traces<'_> {
             owned.push(entry.path.clone());
             if owned.len() < SHOWN { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
-        walk::owned_by(self.account.uid, folder, &Mounts::of_this_machine()?, note)?;
+        let mounts = Mounts::of_this_machine()?;
+        walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, note)?;
         owned.sort();
         Ok(owned)
     }

@@ -32,27 +32,27 @@ pub struct Entry<'a> {
     is_folder: bool,
 }
 
-/// Looks through a folder, and through what is mounted below it, for what a uid or a gid owns; not below what it owns, that goes with it.
-/// `found` may end the walk.
+/// Looks through folders for what a uid or a gid owns; not below what it owns, that goes with it, nor into what is mounted there. `found`
+/// may end the walk.
 ///
 /// # Errors
 /// A folder could not be looked into. One that is not there has nothing in it.
 pub fn owned_by(
     id: u32,
-    folder: &Path,
+    folders: &[PathBuf],
     mounts: &Mounts,
     mut found: impl FnMut(&Entry<'_>) -> ControlFlow<()>,
 ) -> io::Result<()> {
-    for start in std::iter::once(folder.to_owned()).chain(mounts.to_be_looked_into_below(folder)) {
+    for start in folders {
         // The folder itself may be a link of the machine's own.
-        let opened = openat(AT_FDCWD, &start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty());
+        let opened = openat(AT_FDCWD, start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty());
         let opened = match opened {
             Ok(opened) => opened,
             Err(Errno::ENOENT) => continue,
             Err(error) => return Err(error.into()),
         };
         let mut is_over = false;
-        let walk = Walk { mounts, path: start };
+        let walk = Walk { mounts, path: start.clone() };
         let enter = |entry: &Entry<'_>, status: &FileStat| {
             if is_over || (status.st_uid != id && status.st_gid != id) {
                 return Ok(entry.is_folder && !is_over);
@@ -275,7 +275,7 @@ mod tests {
             found.push(entry.path.clone());
             ControlFlow::Continue(())
         };
-        owned_by(own, folder, &Mounts::default(), note).unwrap();
+        owned_by(own, &[folder.to_owned()], &Mounts::default(), note).unwrap();
         found.sort();
         found
     }

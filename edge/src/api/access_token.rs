@@ -24,6 +24,7 @@ use crate::body::Form;
 use crate::buckets::{Buckets, Rate, network_of};
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
+use crate::rate_limit::Limited;
 use crate::services::Services;
 use crate::tls::Peer;
 use crate::token::{Purpose, TokenHash, read};
@@ -98,7 +99,7 @@ pub(super) struct AccessToken {
 /// Gives a service account an access token.
 ///
 /// OAuth 2.0 client credentials (RFC 6749, section 4.4). A refusal has the code of section 5.2 in `details.error`. The answer is a
-/// secret: it is stored nowhere.
+/// secret: it is stored nowhere. It counts as a request of the account's owner.
 #[utoipa::path(
     post,
     path = "/",
@@ -109,6 +110,7 @@ pub(super) async fn issue(
     State(services): State<Services>,
     Extension(failures): Extension<Failures>,
     peer: Option<Extension<ConnectInfo<Peer>>>,
+    limited: Option<Extension<Limited>>,
     scope: Scope,
     headers: HeaderMap,
     Form(request): Form<AccessTokenRequest>,
@@ -134,6 +136,8 @@ pub(super) async fn issue(
         .await?
         .map_err(|why| failures.count(Some(client_id), address, refused(by_header, why)))?;
     let (policy, now) = (services.world.policy(), services.world.now());
+    // A request of the owner's like any other.
+    services.limiter.take(limited.as_deref(), &account.scopes(), &policy, now).await?;
     let life = policy.int(Key::AuthServiceAccountTokenTtl, &account.scopes(), now);
     let token = tokens.issue(account.id, key, now, TimeDelta::seconds(life))?;
     tracing::info!(service_account.id = %account.id, key.id = %key, "service account {} got an access token", account.id);

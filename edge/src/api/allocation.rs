@@ -1,6 +1,7 @@
 //! Allocations: GPUs rented, watched and given back (decisions 5).
 
 mod events;
+mod places;
 mod view;
 
 use actors::Answered;
@@ -23,6 +24,7 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use events::*;
+pub(super) use places::Streams;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};

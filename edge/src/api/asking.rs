@@ -151,7 +151,7 @@ async fn within_limit(parts: &mut request::Parts, services: &Services) -> Result
         org_id: caller.org_id.clone(),
         plan: caller.plan.clone(),
     };
-    services.limiter.take(parts, &scopes, &policy, now).await?;
+    services.limiter.take(parts.extensions.get(), &scopes, &policy, now).await?;
     Ok(caller)
 }
 

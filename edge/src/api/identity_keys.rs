@@ -2,10 +2,11 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::HeaderMap;
+use axum::http::request::Parts;
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::internal::admitted;
 use crate::auth::jwks::JwksError;
 use crate::error::{ApiError, Code};
 use crate::services::Services;
@@ -26,12 +27,8 @@ pub(super) struct RefreshedKeys {
     path = "/",
     responses((status = 200, description = "They were fetched.", body = RefreshedKeys)),
 )]
-pub(super) async fn refresh(
-    State(services): State<Services>,
-    headers: HeaderMap,
-) -> Result<Json<RefreshedKeys>, ApiError> {
-    let configured = services.jwks_refresh_token.as_ref();
-    configured.ok_or_else(|| ApiError::not_found("route"))?.admit(&headers)?;
+pub(super) async fn refresh(State(services): State<Services>, parts: Parts) -> Result<Json<RefreshedKeys>, ApiError> {
+    admitted(&services, services.jwks_refresh_token.as_ref(), &parts)?;
     let refreshed = services.authenticator.jwks().refresh().await;
     if !matches!(refreshed, Err(JwksError::TooSoon)) {
         services.runtime.provider_keys_changed();

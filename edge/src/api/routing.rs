@@ -165,10 +165,11 @@ fn describe(operation: &mut Operation, row: &Row) {
         Who::Anyone => {}
         Who::Client => {
             codes.extend([Code::Unauthenticated, Code::RateLimited]);
+            operation.responses.responses.values_mut().for_each(describe_limit);
             operation.security = Some(vec![SecurityRequirement::default(), requirement(CLIENT)]);
         }
         Who::Internal => {
-            codes.extend([Code::Unauthenticated, Code::NotFound]);
+            codes.extend([Code::Unauthenticated, Code::NotFound, Code::RateLimited]);
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
         Who::User | Who::Admin | Who::Bound => {

@@ -21,6 +21,9 @@ use super::{ADMIN, Acting, Caller};
 use crate::error::ApiError;
 use crate::keys::KeysInForce;
 
+/// How far the clock of the replica that issued a token may be ahead of this one's.
+const SKEW: Duration = Duration::seconds(10);
+
 /// Issues and verifies them.
 pub struct ServiceTokens {
     /// `iss` and `aud`: the public URL. What is issued here is for here.
@@ -94,7 +97,7 @@ impl ServiceTokens {
         let key = self.keys.load().service.trusted(&token.kid).ok_or(TokenFault::Retired)?;
         key.verify_strict(signed, &signature).map_err(|_| TokenFault::Signature)?;
         let read = token.claims()?;
-        let token_expires_at = read_times(&read, Duration::zero(), now)?;
+        let token_expires_at = read_times(&read, SKEW, now)?;
         let claims: Claims = serde_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;
         if claims.iss != self.issuer {
             return Err(TokenFault::Issuer);

@@ -108,7 +108,7 @@ impl FromRequestParts<Services> for Caller {
             return Err(ApiError::new(Code::Unauthenticated, "Who are you?"));
         };
         let scopes = Scopes { user_id: Some(user), org_id: Some("acme".into()), ..Scopes::default() };
-        services.limiter.take(parts, &scopes, &policy, Utc::now()).await.map(|()| Self)
+        services.limiter.take(parts.extensions.get(), &scopes, &policy, Utc::now()).await.map(|()| Self)
     }
 }
 

@@ -17,7 +17,8 @@ pub struct Dependent {
 
 impl Reads {
     /// The nodes whose live certificates are all by the authority `id`, those first whose certificate lasts longest, and how many they
-    /// are; at most `limit` are named. `founding`: certificates that name no authority are its too.
+    /// are; at most `limit` are named. Where the agent has shown one of its live certificates, that one counts alone: another it may
+    /// never have stored. `founding`: certificates that name no authority are its too.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -32,11 +33,17 @@ impl Reads {
             "SELECT entity.id, body #>> '{registration,host}' AS host, live.not_after, count(*) OVER () AS count
              FROM entity
              CROSS JOIN LATERAL (
-                 SELECT max((certificate.value->>'not_after')::timestamptz) AS not_after,
-                        bool_and(coalesce(certificate.value->>'authority' = $1, $2)) AS by_this_alone
-                 FROM jsonb_each(body #> '{identity,certificates}') AS certificate
-                 WHERE (certificate.value->>'not_after')::timestamptz > $3
-                   AND certificate.value->>'generation' = body #>> '{identity,generation}'
+                 SELECT max(one.not_after) AS not_after, bool_and(one.by_this) AS by_this_alone
+                 FROM (
+                     SELECT (certificate.value->>'not_after')::timestamptz AS not_after,
+                            coalesce(certificate.value->>'authority' = $1, $2) AS by_this,
+                            certificate.key IS NOT DISTINCT FROM body #>> '{identity,shown}' AS is_shown,
+                            bool_or(certificate.key IS NOT DISTINCT FROM body #>> '{identity,shown}') OVER () AS one_is
+                     FROM jsonb_each(body #> '{identity,certificates}') AS certificate
+                     WHERE (certificate.value->>'not_after')::timestamptz > $3
+                       AND certificate.value->>'generation' = body #>> '{identity,generation}'
+                 ) AS one
+                 WHERE one.is_shown OR NOT one.one_is
              ) AS live
              WHERE kind = 'node' AND state NOT IN ('removing', 'removed') AND live.by_this_alone
              ORDER BY live.not_after DESC, entity.id LIMIT $4",

@@ -38,6 +38,38 @@ fn node(n: u32, state: &'static str, certificates: &[(&str, Option<&str>, i64, u
     Commit { entity, snapshot: body.to_string(), to_state: state, ..base }
 }
 
+/// The same node, whose agent has shown this certificate last.
+fn having_shown(commit: Commit, serial: &str) -> Commit {
+    let mut body: serde_json::Value = serde_json::from_str(&commit.snapshot).unwrap();
+    body["identity"]["shown"] = serial.into();
+    Commit { snapshot: body.to_string(), ..commit }
+}
+
+#[tokio::test]
+async fn what_an_agent_was_given_counts_once_it_has_shown_it() {
+    let world = World::new().await;
+    let (live, over) = (3_600_000, -1);
+    let both = [("a", Some("old"), live, 2), ("b", Some("new"), live, 2)];
+    for commit in [
+        having_shown(node(1, "active", &both), "a"),
+        having_shown(node(2, "active", &both), "b"),
+        // What it showed holds no more, or is of an identity of before: what it has counts.
+        having_shown(node(3, "offline", &[("a", Some("old"), over, 2), ("b", Some("new"), live, 2)]), "a"),
+        having_shown(node(4, "active", &[("b", Some("old"), live, 2)]), "gone"),
+    ] {
+        world.commit(&commit).await;
+    }
+    let of = async |id: &str| {
+        let (nodes, count) = world.reads().dependents(id, false, at(0), 9).await.unwrap();
+        let mut hosts: Vec<_> = nodes.into_iter().map(|node| node.host).collect();
+        hosts.sort();
+        assert_eq!(hosts.len() as u64, count);
+        hosts
+    };
+    assert_eq!(of("old").await, ["host-1", "host-4"]);
+    assert_eq!(of("new").await, ["host-2", "host-3"]);
+}
+
 #[tokio::test]
 async fn a_node_depends_on_an_authority_while_it_has_no_live_certificate_by_another() {
     let world = World::new().await;

@@ -80,6 +80,7 @@ impl Node {
         let Some(seen) = &self.seen else { return Ok(Step::stay(reply)) };
         let mut next = self.clone();
         next.see(&seen.boot_id, &seen.agent_version, seen.protocol, seen.task_types.as_ref(), ctx);
+        next.identity.shown = Some(serial.to_owned());
         Ok(self.after_contact(next, reply, ctx))
     }
 
@@ -93,7 +94,13 @@ impl Node {
     ) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
         let restarted = self.restarted(&from.boot_id);
-        let step = self.heard(&from, inventory, health, ctx);
+        let mut step = self.heard(&from, inventory, health, ctx);
+        if self.identity.shown.as_deref() != Some(serial) {
+            if step.next.is_none() {
+                step.why = "the agent shows another certificate".to_owned();
+            }
+            step.next.get_or_insert_with(|| self.clone()).identity.shown = Some(serial.to_owned());
+        }
         Ok(restarted.into_iter().fold(step, Step::audit))
     }
 

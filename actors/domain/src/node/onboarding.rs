@@ -20,6 +20,9 @@ pub struct Identity {
     pub recovery_public_key: Option<String>,
     /// By serial, as lower-case hex. Expired ones go.
     pub certificates: BTreeMap<String, Certificate>,
+    /// The serial of the certificate that the agent showed last: what it was given since then, it may never have stored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shown: Option<String>,
     pub token: Option<Token>,
     /// SHA-256 of the certificate request that was answered last: whose answer was lost shows it again.
     #[serde(default)]

@@ -177,12 +177,19 @@ impl ScopeValues {
         so_far.max_by_key(|written| written.effective_at)
     }
 
+    /// Never before the last write: a shard may come to a member whose clock is a little behind, and what is written later has to win.
+    fn now(&self, clock: Timestamp) -> Timestamp {
+        let written = self.values.iter().map(|written| written.written_at);
+        written.filter(|at| *at <= clock + LATENESS).fold(clock, Ord::max)
+    }
+
     fn write(&self, new: NewValue, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         let NewValue { scope: _, key, value, effective_at, reason, expected } = new;
         if !key.admits(&value) {
             return Err(Rejection::OutOfBounds { key, value });
         }
-        let effective_at = instant(effective_at, ctx.now)?;
+        let now = self.now(ctx.now);
+        let effective_at = instant(effective_at, now)?;
         let old_value = self.of_key_at(key.name(), effective_at).map(|written| written.value.clone());
         expected.check(key, old_value.as_ref())?;
         let written = Written {
@@ -193,28 +200,29 @@ impl ScopeValues {
             reason,
             old_value,
             written_by: ctx.by.to_string(),
-            written_at: ctx.now,
+            written_at: now,
         };
-        let next = self.with(written.clone(), ctx.now);
-        next.keep_within_bounds(key, ctx.now)?;
+        let next = self.with(written.clone(), now);
+        next.keep_within_bounds(key, now)?;
         next.keep_order(key, effective_at, ctx)?;
         Ok(next.said(key, written, ctx))
     }
 
     fn take_back(&self, what: TakeBack, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         let TakeBack { key, effective_at, reason, expected } = what;
-        let in_force = self.of_key_at(key.name(), ctx.now);
+        let now = self.now(ctx.now);
+        let in_force = self.of_key_at(key.name(), now);
         let found = match effective_at.map(|at| at.trunc_subsecs(6)) {
-            Some(at) if at > ctx.now => self.of_key_at(key.name(), at).filter(|written| written.effective_at == at),
+            Some(at) if at > now => self.of_key_at(key.name(), at).filter(|written| written.effective_at == at),
             Some(at) => in_force.filter(|written| written.effective_at == at),
             None => in_force,
         };
         let taken = found.cloned().ok_or(Rejection::NotSet { key })?;
         expected.check(key, Some(&taken.value))?;
-        let from = taken.effective_at.max(ctx.now);
+        let from = taken.effective_at.max(now);
         let mut next = self.clone();
         // With the one in force go those that it superseded: they do not come back.
-        let goes = |at: Timestamp| at == taken.effective_at || (at < taken.effective_at && from == ctx.now);
+        let goes = |at: Timestamp| at == taken.effective_at || (at < taken.effective_at && from == now);
         next.values.retain(|written| written.key != taken.key || !goes(written.effective_at));
         next.keep_order(key, from, ctx)?;
         Ok(next.said_of_taken(key, &taken, &reason, ctx))

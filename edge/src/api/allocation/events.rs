@@ -6,19 +6,19 @@ use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
 use domain::allocation::Allocation;
+use domain::policy::Key;
 use domain::{EntityRef, Kind};
 use futures::Stream;
 use persistence::read::HistoryRow;
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use super::places::{Place, Streams};
 use super::{last_event_id, visible};
 use crate::api::asking::ByUser;
 use crate::api::stored::Changes;
@@ -27,23 +27,11 @@ use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
 
-/// How many streams one process keeps open.
-const STREAMS: usize = 4096;
 /// Comments that keep idle connections open, and show that the stream lives.
 const HEARTBEAT: Duration = Duration::from_secs(15);
 /// The longest pause between two looks at an allocation that lives on another member.
 const LOOK_LAST: Duration = Duration::from_secs(1);
 const ROWS_AT_ONCE: u32 = 200;
-
-/// The places for streams.
-#[derive(Clone)]
-pub(in crate::api) struct Streams(Arc<Semaphore>);
-
-impl Default for Streams {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(STREAMS)))
-    }
-}
 
 /// One server-sent event.
 #[derive(Debug, Serialize, ToSchema)]
@@ -95,13 +83,14 @@ pub(in crate::api) struct Transition {
 pub(in crate::api) async fn events(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    Extension(Streams(places)): Extension<Streams>,
+    Extension(streams): Extension<Streams>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
     visible(&services, &asking, id).await?;
     let after = last_event_id(&headers)?;
-    let place = places.try_acquire_owned().map_err(|_| ApiError::overloaded().because("too many event streams"))?;
+    let most = services.world.policy().int(Key::AllocationEventStreams, &asking.scopes(), services.world.now());
+    let place = streams.take(&asking.caller.user_id, usize::try_from(most).unwrap_or(1))?;
     let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
     let end = Instant::now() + left;
     let acting = asking.acting;
@@ -120,7 +109,7 @@ struct Telling {
     acting: Option<Acting>,
     ready: VecDeque<HistoryRow>,
     over: bool,
-    _place: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 impl Telling {

@@ -32,7 +32,6 @@ const TAGS: &[(&str, &str)] = &[
     ("audit", "Who did what, to what, and when; sealed into chains."),
     ("overview", "The whole service at a glance."),
     ("runtime", "The running cluster: who runs where, what waits, what is stuck."),
-    ("internal", "What an operator's tools ask of a process, with the operator's own token."),
     ("identity_keys", "The identity provider's signing keys, for operators."),
     ("internal", "What one process says of itself to those who operate it."),
     ("health", "Whether a process lives and can serve, and its figures."),

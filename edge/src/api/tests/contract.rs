@@ -130,7 +130,9 @@ fn every_body_has_an_example_and_every_tag_a_word() {
             assert_eq!(response[CODES].is_array(), refuses, "{method} {path} {status} does not list its codes");
         }
     }
+    let mut names = BTreeSet::new();
     for tag in document["tags"].as_array().unwrap() {
+        assert!(names.insert(tag["name"].as_str().unwrap()), "TAGS names {} twice", tag["name"]);
         assert!(tag["description"].is_string(), "TAGS in document/complete.rs has no word for {}", tag["name"]);
     }
 }
@@ -241,6 +243,26 @@ async fn a_process_s_stats_are_for_who_has_the_operator_s_token() {
         .refused(401, "unauthenticated");
     let twice = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).by(super::world::STATS_TOKEN);
     twice.send().await.refused(401, "unauthenticated");
+}
+
+#[tokio::test]
+async fn whoever_guesses_an_operator_s_token_is_held_up_and_whoever_has_it_is_not() {
+    let world = World::new().await;
+    world.set_policy(domain::policy::Key::RateLimitAuthenticationFailures, 10);
+    for (method, route, token) in [
+        (Method::GET, "/api/v1/internal/stats", super::world::STATS_TOKEN),
+        (Method::POST, "/internal/auth/jwks/refresh", super::world::REFRESH_TOKEN),
+    ] {
+        let last = if method == Method::GET { 7 } else { 8 };
+        let call = || world.call(method.clone(), route).from([192, 0, 2, last]);
+        for _ in 0..10 {
+            call().by("a guess").send().await.refused(401, "unauthenticated");
+        }
+        let slowed = call().by("a guess").send().await;
+        slowed.refused(429, "rate_limited");
+        assert!(slowed.headers.contains_key("retry-after"), "{route}");
+        call().by(token).send().await.is(200);
+    }
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ const TOKEN: &str = "/api/v1/service-accounts/token";
 pub(super) struct Account {
     pub(super) id: String,
     pub(super) key: String,
-    secret: String,
+    pub(super) secret: String,
 }
 
 impl Account {
@@ -45,7 +45,7 @@ impl World {
         self.post(TOKEN).header("content-type", "application/x-www-form-urlencoded").raw(body.to_owned()).send().await
     }
 
-    async fn ask_token(&self, id: &str, secret: &str) -> Answer {
+    pub(super) async fn ask_token(&self, id: &str, secret: &str) -> Answer {
         self.form(&format!("grant_type=client_credentials&client_id={id}&client_secret={secret}")).await
     }
 

@@ -40,9 +40,28 @@ async fn a_token_ends_with_its_time() {
         secrecy::ExposeSecret::expose_secret(&token.unwrap()).to_owned()
     };
     shown(&world, &made(60, 90)).await.is(200);
+    // The clocks of two replicas are not one.
+    shown(&world, &made(-5, 90)).await.is(200);
+    shown(&world, &made(-60, 90)).await.refused(401, "unauthenticated");
     let over = shown(&world, &made(60, 59)).await;
     over.refused(401, "unauthenticated");
     assert!(over.headers["www-authenticate"].to_str().unwrap().contains("expired"));
+}
+
+#[tokio::test]
+async fn a_token_that_is_asked_for_is_a_request_of_the_owner_s() {
+    let world = World::new().await;
+    let account = world.keyed("ann", &["user"]).await;
+    // To make the key was the first request.
+    world.set_policy(domain::policy::Key::RateLimitApi, 5);
+    for _ in 0..4 {
+        world.access(&account).await;
+    }
+    let over = world.ask_token(&account.id, &account.secret).await;
+    assert_eq!(over.refused(429, "rate_limited")["policy_key"], "rate_limit.api_requests_per_minute");
+    assert_eq!(over.headers["ratelimit-policy"], "\"api\";q=5;w=60");
+    world.get("/api/v1/skus").user("ann").send().await.refused(429, "rate_limited");
+    world.get("/api/v1/skus").user("bob").send().await.is(200);
 }
 
 #[tokio::test]

@@ -153,6 +153,13 @@ impl<'a> Call<'a> {
         self
     }
 
+    /// Over a connection from this address; without one there is nobody to limit by address.
+    pub(super) fn from(mut self, address: [u8; 4]) -> Self {
+        let peer = crate::tls::Peer::new((address, 4711).into(), &[], false);
+        self.request = self.request.extension(axum::extract::ConnectInfo(peer));
+        self
+    }
+
     pub(super) fn key(self, key: &str) -> Self {
         self.header("idempotency-key", key)
     }

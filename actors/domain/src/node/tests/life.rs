@@ -107,6 +107,12 @@ fn a_certificate_counts_in_its_own_generation_and_time_and_for_its_own_node() {
     let renewed = active.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // The agent keeps the old one until the new one is stored.
     assert_eq!(renewed.node.identity.certificates.len(), 2);
+    assert_eq!(renewed.node.identity.shown.as_deref(), Some(SERIAL), "what it was given it may never have stored");
+    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    assert_eq!((polled.node.identity.shown.as_deref(), polled.wrote), (Some("02"), true));
+    assert!(!polled.clone().agent(Command::Poll { serial: "02".into() }).wrote);
+    // It went back to the one before: it died before it had stored the other.
+    assert_eq!(polled.heard().node.identity.shown.as_deref(), Some(SERIAL));
     renewed.agent(Command::Poll { serial: "02".into() }).agent(poll());
 }
 

@@ -164,3 +164,20 @@ fn a_task_that_waits_for_an_upgrade_is_handed_out_after_it_and_ends_where_none_c
     assert!(matches!(phase(&stalled, task_id), (1, TaskPhase::AwaitsOperator { .. })));
     assert!(stalled.node.deadline().unwrap().reason.ends_with("upgrade it"));
 }
+
+#[test]
+fn a_terminal_is_not_waited_for_where_the_agent_has_none() {
+    let open = |story: &Story| Command::OpenTerminal {
+        session_id: TerminalSessionId(Uuid::from_u128(9)),
+        allocation_id: TENANT,
+        ends_at: story.now + TimeDelta::hours(4),
+        begin_until: story.now + TimeDelta::seconds(60),
+    };
+    let ready = node().active().ready();
+    let opened = ready.clone().told(open(&ready));
+    assert_eq!(opened.orders(), ["open terminal"]);
+    let old = heard_as(ready, 2, None);
+    let failed = old.clone().told(open(&old));
+    assert!(matches!(&failed.said[..], [Event::TerminalFailed { reason, .. }] if reason == "agent_outdated"));
+    assert_eq!(failed.orders(), Vec::<&str>::new());
+}

@@ -83,6 +83,19 @@ fn a_value_is_written_with_who_why_and_what_it_replaces() {
 }
 
 #[test]
+fn of_two_writes_the_later_one_wins_though_the_clock_of_its_member_is_behind() {
+    let first = write(None, new(10), 30).unwrap();
+    let expecting = NewValue { expected: Expected::This(Value::Int(10)), ..new(20) };
+    let second = write(Some(&first), expecting, 28).unwrap();
+    assert_eq!((holds_at(&second, 30), holds_at(&second, 90)), (Value::Int(20), Value::Int(20)));
+    let gone = take_back(&second, in_force(), 27).unwrap();
+    assert_eq!(holds_at(&gone, 90), KEY.default_value());
+    // A clock that was wrong by more than that holds nobody up.
+    let astray = write(None, new(10), 5000).unwrap();
+    assert_eq!(holds_at(&write(Some(&astray), new(20), 30).unwrap(), 30), Value::Int(20));
+}
+
+#[test]
 fn what_a_key_does_not_admit_is_refused_before_it_is_written() {
     for value in [Value::Int(-1), Value::Int(10_001), Value::Int(i64::MAX), Value::Bool(true), Value::Text("7".into())]
     {
