@@ -334,6 +334,7 @@ struct Session {
 
 impl Agent {
     async fn live(self: Arc<Self>) -> Result<(), Fatal> {
+        self.say_what_is_lost();
         self.resume();
         tokio::join!(self.poll(), self.beat(), self.renew(), self.let_tenants_in());
         self.tasks.close();

@@ -16,6 +16,7 @@ use crate::gpus::SimulatedGpus;
 use crate::simulate::{Misbehaviour, SimulatedFailure};
 use crate::store::{self, StoreError};
 use crate::system::Settings;
+use crate::whom::WrongUser;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
 const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
@@ -57,6 +58,9 @@ pub struct Flags {
     /// How tenants are kept apart: `system` makes Linux users and needs root, `sandbox` enforces nothing
     #[arg(long, env = "SVC_NODE_AGENT_EXECUTOR", default_value = "sandbox")]
     pub executor: ExecutorChoice,
+    /// Whom the agent becomes, where root starts it with the executor `sandbox` [SVC_NODE_AGENT_USER]
+    #[arg(long, env = "SVC_NODE_AGENT_USER")]
+    pub user: Option<String>,
     /// Tasks executed at once
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub max_concurrent_tasks: u16,
@@ -145,6 +149,8 @@ pub enum ConfigError {
         path.display()
     )]
     Fingerprint { path: PathBuf, found: String, expected: String },
+    #[error(transparent)]
+    User(#[from] WrongUser),
     #[error(transparent)]
     Store(#[from] StoreError),
 }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 use wire::inventory::ExecutorKind;
 use wire::proof::Finding;
-use wire::task::{OpenTerminal, Provision, Release};
+use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::terminal::Shell;
 
@@ -21,6 +21,12 @@ pub trait Executor: Send + Sync + 'static {
     /// # Errors
     /// [`Failure`]; what was made so far is removed by a later release.
     fn provision(&self, task: &Provision) -> Result<Output, Failure>;
+
+    /// Writes the keys that open the tenant's login, in the one file that is the agent's for that, and nothing else.
+    ///
+    /// # Errors
+    /// `tenant_unknown` where the tenant's place is not here; [`Failure`] where it cannot be written.
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure>;
 
     /// Removes the tenant's place, looks again for everything that a tenant can leave, and says what it found. Leftovers are
     /// findings and no failure.

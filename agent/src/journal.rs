@@ -16,7 +16,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::task::{Task, TaskPayload, TaskResult, TaskStatus};
+use wire::task::{OpenTerminal, Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::store::{self, StoreError};
 
@@ -153,6 +153,21 @@ impl Journal {
         lock(&self.records).values().any(|record| releases(record, allocation_id))
     }
 
+    /// Whether this agent has begun to clean the allocation up: from then on nothing opens it.
+    #[must_use]
+    pub fn is_leaving(&self, allocation_id: Uuid) -> bool {
+        lock(&self.records).values().any(|record| {
+            let begun = record.phase != Phase::Accepted;
+            begun && matches!(&record.payload.task, Task::Release(release) if release.allocation_id == allocation_id)
+        })
+    }
+
+    /// The terminal sessions that were begun and are not at the end of their lifetime.
+    #[must_use]
+    pub fn terminals_begun(&self, now: DateTime<Utc>) -> Vec<OpenTerminal> {
+        lock(&self.records).values().filter_map(|record| terminal_of(record, now)).cloned().collect()
+    }
+
     /// Appends a line. Returns when it is written, and on disk where an effect hangs on it.
     ///
     /// # Errors
@@ -170,6 +185,16 @@ fn releases(record: &Record, allocation_id: Uuid) -> bool {
         Phase::Accepted | Phase::Started => false,
     };
     succeeded && matches!(&record.payload.task, Task::Release(release) if release.allocation_id == allocation_id)
+}
+
+/// The session that the record began, while it may live.
+fn terminal_of(record: &Record, now: DateTime<Utc>) -> Option<&OpenTerminal> {
+    let Task::OpenTerminal(open) = &record.payload.task else { return None };
+    let begun = match &record.phase {
+        Phase::Done(result) | Phase::Reported(result) => result.status == TaskStatus::Succeeded,
+        Phase::Accepted | Phase::Started => false,
+    };
+    (begun && now < open.ends_at).then_some(open)
 }
 
 fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
@@ -216,6 +241,9 @@ fn apply(records: &mut Records, line: Line) {
 }
 
 fn is_needed(record: &Record, now: DateTime<Utc>) -> bool {
+    if terminal_of(record, now).is_some() {
+        return true;
+    }
     match record.phase {
         Phase::Done(_) => true,
         Phase::Accepted | Phase::Started | Phase::Reported(_) => {
@@ -384,6 +412,49 @@ mod tests {
 
     fn phase(journal: &Journal, task: u128) -> Phase {
         journal.record(Uuid::from_u128(task)).unwrap().phase
+    }
+
+    #[tokio::test]
+    async fn from_the_beginning_of_its_clean_up_on_nothing_opens_an_allocation() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
+        let allocation_id = Uuid::from_u128(9);
+        let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
+        let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
+        let task_id = payload.task_id;
+        journal.append(Line::Accepted { payload }).await.unwrap();
+        assert!(!journal.is_leaving(allocation_id));
+        journal.append(Line::Started { task_id, attempt: 1, at: Utc::now() }).await.unwrap();
+        assert!(journal.is_leaving(allocation_id) && !journal.is_leaving(Uuid::from_u128(10)));
+    }
+
+    #[tokio::test]
+    async fn a_terminal_that_was_begun_is_remembered_to_the_end_of_its_lifetime() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let ends_at = Utc::now() + TimeDelta::hours(4);
+        for (task, status) in [(1, TaskStatus::Succeeded), (2, TaskStatus::Failed)] {
+            let open = OpenTerminal {
+                session_id: Uuid::from_u128(task),
+                allocation_id: Uuid::nil(),
+                user_name: "gpu-9".to_owned(),
+                ends_at,
+            };
+            let payload = TaskPayload { task: Task::OpenTerminal(open), ..payload(task, 1, soon()) };
+            let task_id = payload.task_id;
+            journal.append(Line::Accepted { payload }).await.unwrap();
+            journal.append(Line::Done { task_id, result: TaskResult { status, ..result(1) } }).await.unwrap();
+            let ended = Line::Reported { task_id, attempt: 1, ended: Ended::Recorded, at: Utc::now() };
+            journal.append(ended).await.unwrap();
+        }
+        drop(journal);
+        let begun = |now: DateTime<Utc>| {
+            let journal = Journal::open(&path, now).unwrap();
+            journal.terminals_begun(now).iter().map(|open| open.session_id).collect::<Vec<_>>()
+        };
+        assert_eq!(begun(ends_at - TimeDelta::seconds(1)), [Uuid::from_u128(1)]);
+        assert!(begun(ends_at).is_empty());
     }
 
     #[tokio::test]

@@ -24,6 +24,7 @@ pub mod store;
 pub mod system;
 pub mod tenant;
 pub mod terminal;
+pub mod whom;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

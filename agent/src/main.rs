@@ -4,7 +4,8 @@ use std::process::ExitCode;
 
 use agent::agent::Fatal;
 use agent::chain;
-use agent::config::{Config, Flags};
+use agent::config::{Config, ConfigError, Flags};
+use agent::whom::become_user;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -15,9 +16,11 @@ const WRONG_CONFIGURATION: u8 = 2;
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
+    // Before anything is opened, and before there is a second thread.
+    let whom = become_user(&flags).map_err(ConfigError::from);
     // Fails only where one is installed already, which is this one.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let gathered = Config::gather(&flags, |name| std::env::var(name).ok());
+    let gathered = whom.and_then(|()| Config::gather(&flags, |name| std::env::var(name).ok()));
     let node_id = gathered.as_ref().ok().map(|config| config.node_id);
     if let Err(error) = agent::logging::init(&flags.log, node_id) {
         use std::io::Write as _;

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use serde_json::json;
 use wire::inventory::ExecutorKind;
 use wire::proof::{Checked, Outcome};
-use wire::task::{OpenTerminal, Provision, Release};
+use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
 use crate::gpus::Gpus;
@@ -59,7 +59,7 @@ impl Sandbox {
                 .create(&path)
                 .map_err(|error| Failure::from(StoreError::at("create", &path)(error)))?;
         }
-        let keys = tenant::authorized_keys(task);
+        let keys = tenant::authorized_keys(&task.authorized_keys);
         store::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), store::PUBLIC)?;
         let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
         let environment =
@@ -100,6 +100,14 @@ impl Executor for Sandbox {
         ]))
     }
 
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+        tenant::check_authorized_keys(&task.authorized_keys)?;
+        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let path = self.reservations.folder_of(tenant.allocation_id).join("authorized_keys");
+        store::write_atomically(&path, tenant::authorized_keys(&task.authorized_keys).as_bytes(), store::PUBLIC)?;
+        Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
+    }
+
     fn release(&self, task: &Release) -> Result<Released, Failure> {
         let folder = self.reservations.folder_of(task.allocation_id);
         let ended = self.processes.end_all(task.allocation_id, &folder);
@@ -124,9 +132,10 @@ impl Executor for Sandbox {
 
     fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
-        // Here a tenant is whom the agent is. Root is nobody's to give, but for a machine that is made up.
-        if nix::unistd::Uid::effective().is_root() && !matches!(*self.gpus, Gpus::Simulated(_)) {
-            let message = "the agent runs as root and has no users of its own for tenants; use --executor system";
+        // Here a tenant is whom the agent is, and root is nobody's to give. The program does not even start so.
+        if nix::unistd::Uid::effective().is_root() {
+            let message =
+                "the agent runs as root and has no users of its own for tenants; use --user, or --executor system";
             return Err(Failure::new("sandbox_is_root", message));
         }
         let folder = self.reservations.folder_of(task.allocation_id);

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use wire::inventory::ExecutorKind;
-use wire::task::{OpenTerminal, Provision, Release};
+use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
 use crate::terminal::Shell;
@@ -53,6 +53,10 @@ impl<E: Executor> Executor for Simulated<E> {
         std::thread::sleep(self.misbehaviour.provision_delay);
         self.fail_if(SimulatedFailure::Provision)?;
         self.inner.provision(task)
+    }
+
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+        self.inner.reconcile_keys(task)
     }
 
     fn release(&self, task: &Release) -> Result<Released, Failure> {

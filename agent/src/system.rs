@@ -23,7 +23,7 @@ use std::time::Duration;
 use serde_json::json;
 use wire::inventory::ExecutorKind;
 use wire::proof::{Checked, Finding, Outcome};
-use wire::task::{OpenTerminal, Provision, Release};
+use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::executor::{Executor, Failure, Output, Released};
 use crate::gpus::Gpus;
@@ -210,7 +210,8 @@ impl Executor for System {
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
         self.guard.open(&self.gpus, &task.devices, &account)?;
         // Last: with its keys the tenant can come in, and everything is there.
-        store::write_atomically(&keys, tenant::authorized_keys(task).as_bytes(), store::PUBLIC)?;
+        let lines = tenant::authorized_keys(&task.authorized_keys);
+        store::write_atomically(&keys, lines.as_bytes(), store::PUBLIC)?;
         Ok(output([
             ("user_name", json!(account.name)),
             ("uid", json!(account.uid)),
@@ -220,6 +221,18 @@ impl Executor for System {
             ("isolation", json!(self.guard.name())),
             ("sudo", json!(may_sudo)),
         ]))
+    }
+
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+        tenant::check_authorized_keys(&task.authorized_keys)?;
+        let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
+        let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
+        // Half removed, it must not be opened again.
+        let account = account.filter(Account::is_there);
+        let account = account.ok_or_else(|| Failure::new("tenant_unknown", "the allocation has no account here"))?;
+        let path = self.keys_of(&account.name);
+        store::write_atomically(&path, tenant::authorized_keys(&task.authorized_keys).as_bytes(), store::PUBLIC)?;
+        Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
     }
 
     fn release(&self, task: &Release) -> Result<Released, Failure> {

@@ -33,7 +33,13 @@ const KEY_TYPES: [&str; 7] = [
 /// `invalid_task`.
 pub fn check(task: &Provision) -> Result<(), Failure> {
     check_user_name(&task.user_name)?;
-    task.authorized_keys.iter().try_for_each(|key| check_authorized_key(key))
+    check_authorized_keys(&task.authorized_keys)
+}
+
+/// # Errors
+/// `invalid_task` where one of them is more, or less, than a key on a line.
+pub fn check_authorized_keys(keys: &[String]) -> Result<(), Failure> {
+    keys.iter().try_for_each(|key| check_authorized_key(key))
 }
 
 /// # Errors
@@ -61,8 +67,8 @@ fn check_authorized_key(key: &str) -> Result<(), Failure> {
 
 /// The file that sshd reads the tenant's keys from.
 #[must_use]
-pub fn authorized_keys(task: &Provision) -> String {
-    task.authorized_keys.iter().flat_map(|key| [key.as_str(), "\n"]).collect()
+pub fn authorized_keys(keys: &[String]) -> String {
+    keys.iter().flat_map(|key| [key.as_str(), "\n"]).collect()
 }
 
 /// What the tenant's processes start with. `CUDA_VISIBLE_DEVICES` is a convenience and protects nothing.

@@ -3,7 +3,7 @@
 //!
 //! The shell, the count of its output and what is kept of it live here and nowhere else, so that no replica that dies takes anything of
 //! a session along. The session ends with its program, when the control plane says so, or at its lifetime, which the agent keeps to by
-//! itself.
+//! itself. An agent that is stopped says of each that it is lost; one that was killed is followed by one that says it.
 
 mod output;
 mod session;
@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use chrono::Utc;
+use futures::StreamExt as _;
 use tokio::process::Child;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +30,9 @@ pub use stream::{NoStream, Socket, Way};
 
 /// Sessions of one allocation at once, whatever the control plane says.
 const OF_ONE_ALLOCATION: usize = 64;
+
+/// Sessions of before that are spoken of at once.
+const LOST_AT_ONCE: usize = 16;
 
 /// The size of a terminal whose user has not said theirs.
 const ROWS: u16 = 24;
@@ -74,9 +78,10 @@ impl Terminals {
         let (pty, child) = spawn(shell).map_err(failed)?;
         let (to_session, from_stream) = mpsc::channel(QUEUE);
         let (to_stream, from_session) = mpsc::channel(QUEUE);
-        let over = self.stop.child_token();
+        let over = CancellationToken::new();
         let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
-        let session = session::Session::new(pty, child, from_stream, to_stream, left, over);
+        let stop = self.stop.clone();
+        let session = session::Session::new(pty, child, from_stream, to_stream, left, session::Ends { over, stop });
         self.tasks.spawn(stream.run().in_current_span());
         self.tasks.spawn(
             async move {
@@ -88,6 +93,21 @@ impl Terminals {
         );
         info!(terminal_session_id = %task.session_id, "a terminal session begins");
         Ok(())
+    }
+}
+
+impl Terminals {
+    /// Says of sessions that an earlier life of the agent began that they are lost.
+    pub async fn say_lost(&self, sessions: Vec<OpenTerminal>, way: &dyn Way) {
+        let say = |session: OpenTerminal| async move {
+            let until = tokio::time::Instant::now() + (session.ends_at - Utc::now()).to_std().unwrap_or_default();
+            stream::say_lost(session.session_id, way, until).await;
+        };
+        let all = futures::stream::iter(sessions).for_each_concurrent(LOST_AT_ONCE, say);
+        tokio::select! {
+            () = all => {}
+            () = self.stop.cancelled() => {}
+        }
     }
 }
 

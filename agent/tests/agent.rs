@@ -496,3 +496,25 @@ async fn a_wrong_configuration_is_said_so_on_one_json_line() {
     assert_eq!(last["error_code"], json!("configuration"));
     assert!(last["error"].as_str().unwrap().contains("SVC_API_URL"));
 }
+
+#[tokio::test]
+async fn an_agent_that_would_keep_tenants_as_root_does_not_start_and_says_what_to_do() {
+    if !nix::unistd::Uid::effective().is_root() {
+        eprintln!("left out: only root can be refused for being root");
+        return;
+    }
+    let start = |more: &[&str]| {
+        let ran =
+            std::process::Command::new(env!("CARGO_BIN_EXE_gpuaas-agent")).env_clear().args(more).output().unwrap();
+        (ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned() + &String::from_utf8_lossy(&ran.stdout))
+    };
+    for (more, says) in [
+        (&[][..], "--user"),
+        (&["--user", "root"], "or it is root"),
+        (&["--user", "nobody-of-that-name"], "there is no user"),
+        (&["--executor", "system", "--user", "nobody"], "leave --user out"),
+    ] {
+        let (code, said) = start(more);
+        assert!(code == Some(2) && said.contains(says), "{more:?}: {code:?} {said}");
+    }
+}

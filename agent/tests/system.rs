@@ -21,7 +21,7 @@ use machine::{Seen, View};
 use uuid::Uuid;
 use wire::inventory::{Device, ExecutorKind};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
-use wire::task::{Provision, Release};
+use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 const STATE: &str = "/var/lib/gpuaas-agent";
 const NAME: &str = "tena";
@@ -395,5 +395,80 @@ fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() 
                 differences.iter().filter(|it| !it.starts_with("/etc/") || it.contains("tena")).collect();
             assert!(traces.is_empty(), "{traces:#?}");
         }
+    });
+}
+
+fn reconcile(id: Uuid, name: &str, keys: &[&str]) -> ReconcileSshKeys {
+    let authorized_keys = keys.iter().map(|key| (*key).to_owned()).collect();
+    ReconcileSshKeys { allocation_id: id, user_name: name.into(), authorized_keys }
+}
+
+#[test]
+fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
+    machine::alone("keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else", || {
+        let (id, other) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let node = Node::start();
+        let uid = node.make(id, NAME, &[0]);
+        node.make(other, "neighbour", &[1]);
+        // Whatever the tenant puts where other systems look.
+        assert!(can(
+            uid,
+            "rm -rf /home/tena/.ssh; ln -s /etc/ssh /home/tena/.ssh; echo mine > /home/tena/authorized_keys"
+        ));
+        let file = "/etc/ssh/gpuaas-keys/tena";
+        let except = [Path::new(STATE), Path::new(file)];
+        let before = look(&except);
+        for keys in [&["ssh-ed25519 AAAA", "ssh-ed25519 BBBB"][..], &["ssh-ed25519 BBBB"], &["ssh-ed25519 BBBB"], &[]] {
+            node.system.reconcile_keys(&reconcile(id, NAME, keys)).unwrap();
+            let written = fs::read_to_string(file).unwrap();
+            assert_eq!(written.lines().collect::<Vec<_>>(), keys);
+            assert_eq!(mode(file), (0o644, 0, 0));
+        }
+        // Something else in the file's place is not followed.
+        fs::write("/srv/precious", "x").unwrap();
+        fs::remove_file(file).unwrap();
+        symlink("/srv/precious", file).unwrap();
+        node.system.reconcile_keys(&reconcile(id, NAME, &["ssh-ed25519 CCCC"])).unwrap();
+        assert_eq!(fs::read_to_string("/srv/precious").unwrap(), "x");
+        assert_eq!(fs::read_to_string(file).unwrap(), "ssh-ed25519 CCCC\n");
+        fs::remove_file("/srv/precious").unwrap();
+        let differences = View::of("/").differences(&before, &look(&except));
+        assert!(differences.is_empty(), "{differences:#?}");
+
+        let code = |task: &ReconcileSshKeys| node.system.reconcile_keys(task).unwrap_err().code;
+        for key in [
+            "command=\"id\" ssh-ed25519 AAAA",
+            "ssh-ed25519 AAAA\nssh-ed25519 BBBB",
+            "ssh-dss AAAA",
+            "-----BEGIN OPENSSH PRIVATE KEY-----",
+        ] {
+            assert_eq!(code(&reconcile(id, NAME, &[key])), "invalid_task", "{key}");
+        }
+        assert_eq!(code(&reconcile(id, "neighbour", &[])), "tenant_unknown");
+        assert_eq!(code(&reconcile(Uuid::from_u128(9), "root", &["ssh-ed25519 AAAA"])), "tenant_unknown");
+        // Of two tenants one ends: its file is gone for good, the other's stays.
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert_eq!(code(&reconcile(id, NAME, &["ssh-ed25519 AAAA"])), "tenant_unknown");
+        assert!(!Path::new(file).exists());
+        assert_eq!(fs::read_to_string("/etc/ssh/gpuaas-keys/neighbour").unwrap(), "ssh-ed25519 AAAA ann@laptop\n");
+    });
+}
+
+#[test]
+fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
+    machine::alone("a_tenants_shell_is_begun_as_the_tenant_and_never_as_root", || {
+        let node = Node::start();
+        let id = Uuid::from_u128(1);
+        let uid = node.make(id, NAME, &[0]);
+        let ask = |allocation_id, user_name: &str| {
+            let (session_id, ends_at) = (Uuid::from_u128(5), chrono::Utc::now());
+            node.system.shell(&OpenTerminal { session_id, allocation_id, user_name: user_name.into(), ends_at })
+        };
+        let shell = ask(id, NAME).unwrap();
+        assert_eq!((shell.user, shell.folder.as_path()), (Some(uid), Path::new("/home/tena")));
+        assert!(shell.environment.iter().all(|(name, _)| !name.starts_with("SVC_")), "{:?}", shell.environment);
+        assert_eq!(ask(id, "root").unwrap_err().code, "tenant_unknown");
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert_eq!(ask(id, NAME).unwrap_err().code, "tenant_unknown");
     });
 }

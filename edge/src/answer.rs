@@ -169,6 +169,10 @@ impl Explain for allocation::Rejection {
         match self {
             R::NotFound => ApiError::not_found("allocation"),
             R::Exists => conflict("The allocation exists already."),
+            R::WrongState { state, command } if command == "choose_logins" => conflict(format!(
+                "Nobody logs in to an allocation that is {state}; its keys cannot be chosen any more."
+            ))
+            .detail("state", state),
             R::WrongState { state, command } => {
                 let how = if command == "force_release" { "by force" } else { "by another try" };
                 conflict(format!(
@@ -180,6 +184,11 @@ impl Explain for allocation::Rejection {
             R::QueueSeconds { max } => {
                 invalid(format!("`queue_seconds` must be a whole number from 0 to {max}."), "queue_seconds")
             }
+            R::KeyUnknown { id } => invalid(
+                format!("{id} is not a key of the allocation's user; GET /api/v1/ssh-keys lists theirs."),
+                "ssh_key_ids",
+            ),
+            R::KeysMoved => conflict("The user's keys change at this moment; ask again."),
         }
     }
 }
@@ -230,6 +239,11 @@ impl Explain for tenant::Rejection {
                 "You may have {limit} service accounts; delete one that nothing uses, then try again."
             ))
             .detail("policy_key", "auth.service_accounts_per_user")
+            .detail("limit", limit),
+            R::TooManyTerminals { limit } => conflict(format!(
+                "The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."
+            ))
+            .detail("policy_key", "terminal.sessions_per_allocation")
             .detail("limit", limit),
             rejection @ R::OverQuota { .. } => unexpected(&rejection),
         }
@@ -506,6 +520,9 @@ mod tests {
             allocation::Rejection::WrongState { state: "active".into(), command: "force_release".into() },
             allocation::Rejection::GpuCount { max: 64 },
             allocation::Rejection::QueueSeconds { max: 60 },
+            allocation::Rejection::WrongState { state: "released".into(), command: "choose_logins".into() },
+            allocation::Rejection::KeyUnknown { id: SshKeyId(id) },
+            allocation::Rejection::KeysMoved,
         ] {
             row(&mut table, "allocation", &rejection.explain());
         }
@@ -525,6 +542,7 @@ mod tests {
             tenant::Rejection::NotFound,
             tenant::Rejection::KeyExists { existing: SshKeyId(id) },
             tenant::Rejection::TooManyKeys { limit: 100 },
+            tenant::Rejection::TooManyTerminals { limit: 8 },
             tenant::Rejection::OverQuota { limit: 1 },
             tenant::Rejection::TooManyServiceAccounts { limit: 20 },
         ] {

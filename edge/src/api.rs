@@ -146,6 +146,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Get      "/api/v1/allocations/{id}"                         => allocation::get, NotFound;
         User   Get      "/api/v1/allocations/{id}/events"                  => allocation::events, NotFound;
         User   PostOnce "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
+        User   Put      "/api/v1/allocations/{id}/ssh-keys"                => allocation::choose_ssh_keys, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/allocations/{id}/retry-release"     => allocation::retry_release, NotFound, StateConflict;
         Admin  PostOnce "/api/v1/admin/allocations/{id}/force-release"     => allocation::force_release, NotFound, StateConflict;
 

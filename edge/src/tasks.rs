@@ -6,7 +6,7 @@ use domain::TaskType;
 use domain::node::{Order, Place, What};
 use domain::{NodeId, Timestamp};
 use wire::inventory::Device;
-use wire::task::{Envelope, OpenTerminal, Provision, Reboot, Release, Task, TaskPayload};
+use wire::task::{Envelope, OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, Task, TaskPayload};
 
 /// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
 /// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
@@ -69,6 +69,11 @@ fn task(order: &Order) -> Option<Task> {
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             devices: devices(place),
+        }),
+        What::ReconcileLogins { place, keys } => Task::ReconcileSshKeys(ReconcileSshKeys {
+            allocation_id: place.allocation_id.0,
+            user_name: place.placed.user_name.clone(),
+            authorized_keys: keys.iter().map(|key| key.public_key.clone()).collect(),
         }),
         What::OpenTerminal { place, session_id, ends_at } => Task::OpenTerminal(OpenTerminal {
             session_id: session_id.0,
@@ -167,7 +172,8 @@ mod tests {
         let boot_id = Some(Uuid::from_u128(9).to_string());
         let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
         let terminal = What::OpenTerminal { place: place(), session_id, ends_at: now };
-        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }, terminal]
+        let reconcile = What::ReconcileLogins { place: place(), keys: Vec::new() };
+        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }, reconcile, terminal]
             .into_iter()
             .chain(TaskType::ORDERED.map(|task_type| What::OfNode { task_type, boot_id: boot_id.clone() }));
         for what in orders {

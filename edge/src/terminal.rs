@@ -213,6 +213,8 @@ impl End {
                 *attachment == user.attachment
             }
             Up::Exited { .. } => true,
+            // The session's own machine says it, with the reason.
+            Up::Lost => false,
         };
         is_for.then(|| (user.up.clone(), user.parted.clone()))
     }

@@ -116,7 +116,8 @@ struct Dev {
     authority: Authority,
     logs: PathBuf,
     agent_settings: AgentSettings,
-    /// Where agents that make users have what is theirs alone; `None` where they make none.
+    makes_users: bool,
+    /// Where agents have what is theirs alone, where this process is root.
     system_folder: Option<PathBuf>,
     _lock: Flock<std::fs::File>,
 }
@@ -133,9 +134,12 @@ impl Dev {
         let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
         // A run that was killed may have left tenants on this machine, and their agents' state says who they are.
         agents::clean_up(&agent, &run.join("agents"))?;
-        for left in [&run, &logs] {
+        let own_folder = nix::unistd::Uid::effective().is_root().then(|| system_folder(&folder));
+        for left in [&run, &logs].into_iter().chain(&own_folder) {
             files::remove_folder(left)?;
-            files::private_folder(left)?;
+        }
+        for new in [&run, &logs] {
+            files::private_folder(new)?;
         }
 
         let authority = Authority::create(&folder.join("pki"))?;
@@ -181,15 +185,20 @@ impl Dev {
         clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
 
         let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
+        let no_users = agents::why_no_users(&run);
+        let agents_folder = match (&no_users, &own_folder) {
+            // They are nobody, who may not come to this folder.
+            (Some(_), Some(own)) => own.join("agents"),
+            (Some(_), None) | (None, _) => run.join("agents"),
+        };
         let agent_settings = AgentSettings {
             executable: agent,
-            folder: run.join("agents"),
+            folder: agents_folder,
             logs: logs.clone(),
             gpus: SimulatedGpus { count: u32::from(args.gpus), model: "H100".to_owned(), memory_mib: 81_920 },
             flags: Vec::new(),
             system: None,
         };
-        let no_users = agents::why_no_users(&run);
         clock.lap(&match &no_users {
             None => "agents use the executor system: tenants are Linux users of this machine".to_owned(),
             Some(why) => format!("agents use the executor sandbox, which lets nobody in by SSH: {why}"),
@@ -206,7 +215,8 @@ impl Dev {
             authority,
             logs,
             agent_settings,
-            system_folder: no_users.is_none().then(|| system_folder(&folder)),
+            makes_users: no_users.is_none(),
+            system_folder: own_folder,
             _lock: lock,
         })
     }
@@ -242,8 +252,8 @@ impl Dev {
     /// How the agent of this number is started.
     fn agent_settings_of(&self, number: u32) -> anyhow::Result<AgentSettings> {
         let system = match &self.system_folder {
-            Some(folder) => Some(SystemAgent::new(folder, number)?),
-            None => None,
+            Some(folder) if self.makes_users => Some(SystemAgent::new(folder, number)?),
+            Some(_) | None => None,
         };
         Ok(AgentSettings { system, ..self.agent_settings.clone() })
     }

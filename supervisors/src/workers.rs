@@ -5,6 +5,7 @@ pub mod auditor;
 pub mod figures;
 pub mod housekeeping;
 pub mod keys;
+mod logins;
 pub mod pace;
 pub mod policy;
 pub mod provisioning;

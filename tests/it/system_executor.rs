@@ -1,17 +1,17 @@
 //! Linux users on a machine of their own, through the whole service: there while an allocation is active, gone without a trace afterwards.
 
+use crate::ssh::Client;
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::process::Command;
 use tests::world::machine::Machine;
 use tests::world::{GPU_MEMORY_MIB, OnboardedNode, REGION, Rented, World, id_of, ssh_public_key};
 
-const GPUS: u32 = 4;
+pub(crate) const GPUS: u32 = 4;
 /// The agent's own state, and logs that only grow: all that a tenant may leave.
 const MAY_CHANGE: [&str; 2] = ["/var/lib/gpuaas-agent", "/var/log"];
 
 /// A node whose agent is root on a machine that is thrown away, set up by the bootstrap script.
-async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machine)> {
+pub(crate) async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machine)> {
     world.offer("h100x4", GPUS).await;
     let node = world.register("h100x4").await;
     let mut machine = world.machine(&node.name)?;
@@ -31,18 +31,23 @@ async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machine)> {
     Some((node, machine))
 }
 
-fn start(machine: &mut Machine, variables: &[(&str, &str)]) {
+pub(crate) fn start(machine: &mut Machine, variables: &[(&str, &str)]) {
     let (gpus, memory) = (GPUS.to_string(), GPU_MEMORY_MIB.to_string());
     let flags = ["--simulate-gpus", &gpus, "--gpu-memory-mib", &memory];
     let sudo = ("SVC_NODE_AGENT_SUDO_COMMANDS", "/bin/sleep");
     machine.start_agent(&flags, &[&[sudo], variables].concat());
 }
 
-async fn rent(world: &World, node: &OnboardedNode, gpus: u32) -> (Rented, Value, String) {
+pub(crate) async fn rent(world: &World, node: &OnboardedNode, gpus: u32) -> (Rented, Value, String) {
     rent_with(world, node, gpus, &ssh_public_key("ann")).await
 }
 
-async fn rent_with(world: &World, node: &OnboardedNode, gpus: u32, public_key: &str) -> (Rented, Value, String) {
+pub(crate) async fn rent_with(
+    world: &World,
+    node: &OnboardedNode,
+    gpus: u32,
+    public_key: &str,
+) -> (Rented, Value, String) {
     let key = json!({ "name": format!("key {}", rand::random::<u32>()), "public_key": public_key });
     let key = world.user.post("/api/v1/ssh-keys", &key).await.created();
     let wanted = json!({
@@ -152,42 +157,6 @@ async fn a_node_whose_clean_up_cannot_be_proved_takes_nobody_and_says_what_is_le
     assert!(!machine.view().at("/tmp/stuck/x").exists());
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
     world.end().await;
-}
-
-/// A user of SSH with a key of their own, and what they know of hosts.
-struct Client {
-    folder: tempfile::TempDir,
-}
-
-impl Client {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let mut made = Command::new("ssh-keygen");
-        made.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(folder.path().join("key"));
-        assert!(made.status().unwrap().success());
-        Self { folder }
-    }
-
-    fn public_key(&self) -> String {
-        std::fs::read_to_string(self.folder.path().join("key.pub")).unwrap().trim().to_owned()
-    }
-
-    /// Runs a command there, where it is let in.
-    fn run(&self, port: u64, login: &str, command: &str) -> Result<String, String> {
-        let known = format!("UserKnownHostsFile={}", self.folder.path().join("known").display());
-        let mut ssh = Command::new("ssh");
-        ssh.args(["-F", "none", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", &known]);
-        ssh.args(["-o", "ConnectTimeout=10", "-o", "IdentitiesOnly=yes", "-p", &port.to_string(), "-i"]);
-        let ran = ssh.arg(self.folder.path().join("key")).arg(login).arg(command).output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-        if ran.status.success() { Ok(text(&ran.stdout)) } else { Err(text(&ran.stderr)) }
-    }
-
-    /// The host key that it met, as it would show it.
-    fn met(&self) -> String {
-        let printed = Command::new("ssh-keygen").arg("-lf").arg(self.folder.path().join("known")).output().unwrap();
-        String::from_utf8(printed.stdout).unwrap().split_whitespace().nth(1).unwrap().to_owned()
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -291,6 +291,12 @@ impl World {
         signal_process(process.pid(), signal);
     }
 
+    /// The process of the node's agent.
+    #[must_use]
+    pub fn agent_pid(&self, node: &OnboardedNode) -> u32 {
+        self.agents[&node.id].process.as_ref().expect("the node's agent runs").pid()
+    }
+
     pub fn kill9_agent(&mut self, node: &OnboardedNode) {
         let life = self.agents.get_mut(&node.id).expect("the node has an agent");
         life.process.as_mut().expect("the node's agent runs").kill9();

@@ -13,21 +13,24 @@
 //! of a node by itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
 
 mod billing;
+mod logins;
 mod saga;
 #[cfg(test)]
 mod tests;
 mod view;
 
 use crate::again::Again;
+use crate::audit::Refusals;
 use crate::authz::Action;
 use crate::billing_account::Holder;
 use crate::event::Device;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use crate::money::Price;
 use crate::policy::Scopes;
 use serde::{Deserialize, Serialize};
 
+pub use logins::Logins;
 pub use view::{Failure, StatusEntry};
 
 /// An allocation and where its saga stands.
@@ -48,9 +51,14 @@ pub struct Allocation {
     /// When it says again what nobody has answered.
     #[serde(default)]
     pub again: Option<Again>,
+    /// Who may log in, once that is not as it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logins: Option<Logins>,
+    #[serde(default)]
+    pub refusals: Refusals,
 }
 
-/// What a user asks for, with everything resolved that must not change under them: the price and the keys.
+/// What a user asks for, with what must not change under them resolved: the price.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
     pub user_id: String,
@@ -62,7 +70,14 @@ pub struct Request {
     pub region_code: Option<String>,
     pub node_id: Option<NodeId>,
     pub gpu_count: u32,
+    /// Those that open it at its beginning.
     pub ssh_keys: Vec<AuthorizedKey>,
+    /// True where no key was named: whichever is the user's default key opens it.
+    #[serde(default)]
+    pub follows_default: bool,
+    /// Of the user's keys, when they were read.
+    #[serde(default)]
+    pub logins_revision: u64,
     pub isolation_model: String,
     pub price: Price,
     /// How long to wait for capacity; `None`: an answer at once.
@@ -209,8 +224,29 @@ pub enum Command {
         attempt: u32,
         reason: String,
     },
-    /// Its tenant still counts it against the quota.
-    StillCounted,
+    /// Its tenant still counts it against the quota; with the revision of the tenant's keys.
+    StillCounted {
+        #[serde(default)]
+        logins_revision: u64,
+    },
+    /// Its user, or an administrator, says which keys open it; `None`: the user's default key. `keys` are those of them that the user
+    /// has at that revision.
+    ChooseLogins {
+        chosen: Option<Vec<SshKeyId>>,
+        keys: Vec<AuthorizedKey>,
+        logins_revision: u64,
+    },
+    /// What that choice comes to at this revision of the user's keys.
+    AdoptLogins {
+        chosen: Option<Vec<SshKeyId>>,
+        keys: Vec<AuthorizedKey>,
+        logins_revision: u64,
+    },
+    /// The node has written who may log in.
+    LoginsWritten {
+        node_id: NodeId,
+        revision: u64,
+    },
     /// The request as it came in, sealed anew under another key.
     Reseal {
         scheduler_request_enc: String,
@@ -236,7 +272,10 @@ impl machine::Command for Command {
             Self::ProvisionFailed { .. } => "provision_failed",
             Self::Cleaned { .. } => "cleaned",
             Self::CleanupFailed { .. } => "cleanup_failed",
-            Self::StillCounted => "still_counted",
+            Self::StillCounted { .. } => "still_counted",
+            Self::ChooseLogins { .. } => "choose_logins",
+            Self::AdoptLogins { .. } => "adopt_logins",
+            Self::LoginsWritten { .. } => "logins_written",
             Self::Reseal { .. } => "reseal",
             Self::Tick => "tick",
         }
@@ -246,6 +285,7 @@ impl machine::Command for Command {
         match self {
             Self::Request(_) => Action::Rent,
             Self::Release { .. } => Action::Release,
+            Self::ChooseLogins { .. } => Action::KeepKeys,
             Self::RetryRelease { .. } | Self::ForceRelease { .. } => Action::RescueAllocations,
             Self::Reserved { .. }
             | Self::NoCapacity { .. }
@@ -258,7 +298,9 @@ impl machine::Command for Command {
             | Self::ProvisionFailed { .. }
             | Self::Cleaned { .. }
             | Self::CleanupFailed { .. }
-            | Self::StillCounted
+            | Self::StillCounted { .. }
+            | Self::AdoptLogins { .. }
+            | Self::LoginsWritten { .. }
             | Self::Reseal { .. }
             | Self::Tick => Action::Advance,
         }
@@ -284,6 +326,10 @@ pub enum Rejection {
     GpuCount { max: u32 },
     #[error("queue_seconds must be between 0 and {max}")]
     QueueSeconds { max: i64 },
+    #[error("its user has no key {id}")]
+    KeyUnknown { id: SshKeyId },
+    #[error("the user's keys have changed since they were read")]
+    KeysMoved,
 }
 
 /// The most GPUs that one allocation may ask for: more than any machine holds.
@@ -306,6 +352,11 @@ impl Machine for Allocation {
             (None, _) => Err(Rejection::NotFound),
             (Some(it), command) => it.advance(command, ctx),
         }
+    }
+
+    /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
+    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+        self.audit_refused_choice(command, rejection, ctx)
     }
 
     fn state(&self) -> &'static str {

@@ -91,6 +91,8 @@ actions! {
     SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
     SshKeysDelete "ssh_keys.delete": "a user deleted a key, or was refused";
     SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
+    SshKeysChoose "ssh_keys.choose": "the keys that open one allocation were chosen, or that was refused";
+    SshKeysReconcile "ssh_keys.reconcile": "a node wrote the keys that open an allocation, or could not";
 
     PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
     PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";

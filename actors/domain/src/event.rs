@@ -78,6 +78,12 @@ pub enum Event {
         reason: String,
     },
 
+    /// Who may log in is another than its node was told.
+    LoginsChanged {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+        revision: u64,
+    },
     /// Its terminal sessions are over.
     TerminalsUnwanted {
         allocation_id: AllocationId,
@@ -157,6 +163,12 @@ pub enum Event {
         reason: String,
     },
 
+    /// The agent has written who may log in.
+    LoginsWritten {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        revision: u64,
+    },
     /// The agent could not begin the session.
     TerminalFailed {
         session_id: TerminalSessionId,
@@ -183,6 +195,14 @@ pub enum Event {
     // The tenant speaks.
     AllocationCounted {
         allocation_id: AllocationId,
+        /// Of the tenant's keys.
+        #[serde(default)]
+        logins_revision: u64,
+    },
+    /// Who may log in to the allocation is to be looked at again.
+    LoginsStale {
+        allocation_id: AllocationId,
+        user_id: String,
     },
 
     // The catalog speaks.
@@ -259,6 +279,16 @@ pub enum Reaction {
         holder: Holder,
         command: billing_account::Command,
     },
+    /// The provisioning worker reads the user's keys and says which of them open the allocation.
+    ResolveLogins {
+        allocation_id: AllocationId,
+        user_id: String,
+    },
+    /// The provisioning worker reads which keys open the allocation and tells its node.
+    TellLogins {
+        allocation_id: AllocationId,
+        node_id: NodeId,
+    },
     /// The provisioning worker closes the terminal sessions of the user's allocation.
     CloseTerminals {
         allocation_id: AllocationId,
@@ -289,6 +319,8 @@ impl Event {
             Self::ReleaseExhausted { .. } => ("provisioning.release_exhausted", Provisioning),
             Self::ReleaseForced { .. } => ("provisioning.release_forced", Provisioning),
             Self::AllocationReleased { .. } => ("provisioning.released", Provisioning),
+            Self::LoginsChanged { .. } => ("provisioning.logins_changed", Provisioning),
+            Self::LoginsStale { .. } => ("provisioning.logins_stale", Provisioning),
             Self::TerminalsUnwanted { .. } => ("terminal.unwanted", Terminals),
             Self::UsageChanged { .. } => ("billing.usage_changed", Billing),
             Self::BalanceLow { .. } => ("billing.balance_low", Billing),
@@ -302,6 +334,7 @@ impl Event {
             Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
             Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
             Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
+            Self::LoginsWritten { .. } => ("node.logins_written", Nodes),
             Self::TerminalFailed { .. } => ("terminal.failed", Terminals),
             Self::TerminalOpened { .. } => ("terminal.opened", Terminals),
             Self::TerminalClosed { .. } => ("terminal.closed", Terminals),
@@ -333,11 +366,15 @@ impl Event {
             | Self::ReleaseExhausted { allocation_id, .. }
             | Self::ReleaseForced { allocation_id, .. }
             | Self::AllocationReleased { allocation_id, .. }
+            | Self::LoginsChanged { allocation_id, .. }
+            | Self::LoginsStale { allocation_id, .. }
             | Self::TerminalsUnwanted { allocation_id, .. }
             | Self::UsageChanged { allocation_id, .. }
             | Self::AllocationUncovered { allocation_id, .. }
             | Self::AllocationMetered { allocation_id, .. }
-            | Self::AllocationCounted { allocation_id } => EntityRef { kind: Kind::Allocation, id: allocation_id.0 },
+            | Self::AllocationCounted { allocation_id, .. } => {
+                EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
+            }
             Self::BalanceLow { account_id, .. } | Self::BalanceDepleted { account_id, .. } => {
                 EntityRef { kind: Kind::BillingAccount, id: account_id.0 }
             }
@@ -347,7 +384,8 @@ impl Event {
             | Self::TenantReady { node_id, .. }
             | Self::TenantFailed { node_id, .. }
             | Self::TenantGone { node_id, .. }
-            | Self::TenantRemains { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
+            | Self::TenantRemains { node_id, .. }
+            | Self::LoginsWritten { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
             Self::TerminalFailed { session_id, .. }
             | Self::TerminalOpened { session_id, .. }
             | Self::TerminalClosed { session_id, .. } => EntityRef { kind: Kind::TerminalSession, id: session_id.0 },
@@ -400,8 +438,13 @@ impl Event {
             Self::AllocationReleased { allocation_id, user_id, .. } => {
                 Reaction::Tenant { user_id, command: crate::tenant::Command::Forget { allocation_id } }
             }
-            Self::AllocationCounted { allocation_id } => {
-                Reaction::Allocation(allocation_id, ToAllocation::StillCounted)
+            Self::AllocationCounted { allocation_id, logins_revision } => {
+                Reaction::Allocation(allocation_id, ToAllocation::StillCounted { logins_revision })
+            }
+            Self::LoginsStale { allocation_id, user_id } => Reaction::ResolveLogins { allocation_id, user_id },
+            Self::LoginsChanged { allocation_id, node_id, .. } => Reaction::TellLogins { allocation_id, node_id },
+            Self::LoginsWritten { node_id, allocation_id, revision } => {
+                Reaction::Allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
             Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until } => {
                 Reaction::Node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until })
@@ -481,7 +524,7 @@ mod tests {
             Event::TenantGone { node_id, allocation_id, attempt: 1 },
             Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
             Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
-            Event::AllocationCounted { allocation_id },
+            Event::AllocationCounted { allocation_id, logins_revision: 1 },
             Event::PolicyWritten {
                 policy_id: PolicyId(Uuid::from_u128(4)),
                 value_id: PolicyValueId(Uuid::from_u128(5)),
@@ -505,6 +548,9 @@ mod tests {
             Event::AllocationUncovered { account_id, allocation_id },
             Event::AllocationMetered { account_id, allocation_id, is_running: true },
             Event::TenantFaulted { node_id, allocation_id, at: deadline_at, reason: text() },
+            Event::LoginsStale { allocation_id, user_id: text() },
+            Event::LoginsChanged { allocation_id, node_id, revision: 1 },
+            Event::LoginsWritten { node_id, allocation_id, revision: 1 },
         ]
     }
 
@@ -541,6 +587,9 @@ mod tests {
             Event::AllocationUncovered { .. } => 27,
             Event::AllocationMetered { .. } => 28,
             Event::TenantFaulted { .. } => 29,
+            Event::LoginsStale { .. } => 30,
+            Event::LoginsChanged { .. } => 31,
+            Event::LoginsWritten { .. } => 32,
         }
     }
 
@@ -573,6 +622,8 @@ mod tests {
                 Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
                 Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
                 Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
+                Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
+                Reaction::TellLogins { .. } => "tell logins".to_owned(),
                 Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
             };
             let fact = json["fact"].as_str().unwrap();

@@ -16,6 +16,7 @@
 mod contact;
 mod known_tasks;
 mod life;
+mod logins;
 mod onboarding;
 mod recovery;
 mod tasks;
@@ -36,6 +37,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
+pub use logins::{HeldLogins, LoginOrder};
 pub use onboarding::{Certificate, Enrollment, Identity, Token};
 pub use recovery::{Nonce, Recovery, Reissue};
 pub use tasks::{NodeTask, TaskPhase};
@@ -256,6 +258,15 @@ pub enum Command {
         allocation_id: AllocationId,
         gpu_count: u32,
         keys: Vec<AuthorizedKey>,
+        /// Which change of the keys these are.
+        #[serde(default)]
+        revision: u64,
+    },
+    /// Who may log in to an allocation here, from this change of its keys on.
+    ReconcileLogins {
+        allocation_id: AllocationId,
+        revision: u64,
+        keys: Vec<AuthorizedKey>,
     },
     Unreserve {
         allocation_id: AllocationId,
@@ -317,6 +328,7 @@ impl machine::Command for Command {
             Self::Report { .. } => "report",
             Self::Identify { .. } => "identify",
             Self::Reserve { .. } => "reserve",
+            Self::ReconcileLogins { .. } => "reconcile_logins",
             Self::Unreserve { .. } => "unreserve",
             Self::Provision { .. } => "provision",
             Self::Clean { .. } => "clean",
@@ -350,6 +362,7 @@ impl machine::Command for Command {
             | Self::Report { .. }
             | Self::Identify { .. } => Action::SpeakForNode,
             Self::Reserve { .. }
+            | Self::ReconcileLogins { .. }
             | Self::Unreserve { .. }
             | Self::Provision { .. }
             | Self::Clean { .. }
@@ -533,7 +546,8 @@ impl Machine for Node {
             | Life::Retired
             | Life::Removed => None,
         };
-        of_its_life.into_iter().chain(self.task_deadline()).min_by_key(|deadline| deadline.at)
+        let others = self.task_deadline().into_iter().chain(self.logins_deadline());
+        of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
@@ -548,7 +562,8 @@ impl Machine for Node {
             | Life::Retired
             | Life::Removed => None,
         };
-        of_its_life.into_iter().chain(self.asks_again_at()).chain(self.task_is_due_at()).min()
+        let of_tenants = self.asks_again_at().into_iter().chain(self.logins_are_due_at());
+        of_its_life.into_iter().chain(of_tenants).chain(self.task_is_due_at()).min()
     }
 
     fn keys(&self) -> Keys {
@@ -592,7 +607,12 @@ impl Node {
                 self.known(&serial, ctx)?;
                 Ok(Step::stay(Reply::Done))
             }
-            Command::Reserve { allocation_id, gpu_count, keys } => self.reserve(allocation_id, gpu_count, keys, ctx),
+            Command::Reserve { allocation_id, gpu_count, keys, revision } => {
+                self.reserve(allocation_id, gpu_count, keys, revision, ctx)
+            }
+            Command::ReconcileLogins { allocation_id, revision, keys } => {
+                Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
+            }
             Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
             Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
             Command::Clean { allocation_id, attempt, deadline_at } => {
@@ -609,7 +629,10 @@ impl Node {
             Command::ForgetTerminal { session_id, allocation_id } => {
                 Ok(self.forget_terminal(session_id, allocation_id))
             }
-            Command::Tick => Ok(self.stale_tasks(self.ask_again(self.tick(ctx), ctx), ctx)),
+            Command::Tick => {
+                let step = self.stale_tasks(self.ask_again(self.tick(ctx), ctx), ctx);
+                Ok(self.stale_logins(step, ctx))
+            }
         }
     }
 

@@ -1,16 +1,17 @@
 //! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), the allocations that count
-//! against their quota (policy `allocation.max_concurrent_per_user`), and the places for service accounts that are being made (policy
-//! `auth.service_accounts_per_user`). Both limits span entities, so that they can only be kept where all of them are counted: in this
-//! one mailbox.
+//! against their quota (policy `allocation.max_concurrent_per_user`), and the places for service accounts and terminal sessions that are
+//! being made (policies `auth.service_accounts_per_user`, `terminal.sessions_per_allocation`). The limits span entities, so that they can
+//! only be kept where all of them are counted: in this one mailbox.
 
 mod accounts;
+mod terminals;
 
 use crate::again::Again;
 use crate::allocation::AuthorizedKey;
 use crate::audit::{Audit, AuditAction, Refusals};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId};
+use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId, TerminalSessionId};
 use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,9 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct Tenant {
     pub user_id: String,
     pub keys: BTreeMap<SshKeyId, SshKey>,
+    /// Raised with each change of the keys, so that of two allocations' readings the later one counts.
+    #[serde(default)]
+    pub logins_revision: u64,
     /// Asked for and not released.
     pub live: BTreeSet<AllocationId>,
     /// When it asks again whether they are over.
@@ -29,6 +33,9 @@ pub struct Tenant {
     /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
     #[serde(default)]
     pub expected_accounts: BTreeMap<u64, Timestamp>,
+    /// Terminal sessions that were admitted a moment ago, by allocation.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub expected_terminals: BTreeMap<AllocationId, BTreeMap<TerminalSessionId, Timestamp>>,
     #[serde(default)]
     pub refusals: Refusals,
 }
@@ -81,6 +88,9 @@ pub enum Command {
         user_id: String,
         allocation_id: AllocationId,
         scopes: AskedScopes,
+        /// Of the keys that the allocation knows.
+        #[serde(default)]
+        logins_revision: u64,
     },
     Forget {
         allocation_id: AllocationId,
@@ -91,6 +101,14 @@ pub enum Command {
         account: ServiceAccountId,
         /// Those that a read found a moment ago.
         there: BTreeSet<ServiceAccountId>,
+        scopes: AskedScopes,
+    },
+    /// Keeps a place for a terminal session that is about to be opened, likewise.
+    ExpectTerminal {
+        user_id: String,
+        allocation_id: AllocationId,
+        session: TerminalSessionId,
+        there: BTreeSet<TerminalSessionId>,
         scopes: AskedScopes,
     },
     Tick,
@@ -124,6 +142,7 @@ impl machine::Command for Command {
             Self::Admit { .. } => "admit",
             Self::Forget { .. } => "forget",
             Self::ExpectAccount { .. } => "expect_account",
+            Self::ExpectTerminal { .. } => "expect_terminal",
             Self::Tick => "tick",
         }
     }
@@ -134,6 +153,7 @@ impl machine::Command for Command {
                 Action::KeepKeys
             }
             Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
+            Self::ExpectTerminal { .. } => Action::OpenTerminals,
             Self::Admit { .. } | Self::Forget { .. } | Self::Tick => Action::Advance,
         }
     }
@@ -159,6 +179,8 @@ pub enum Rejection {
     OverQuota { limit: i64 },
     #[error("there are {limit} service accounts, which is the most; delete one first")]
     TooManyServiceAccounts { limit: i64 },
+    #[error("there are {limit} terminal sessions, which is the most; end one first")]
+    TooManyTerminals { limit: i64 },
 }
 
 impl Machine for Tenant {
@@ -174,7 +196,8 @@ impl Machine for Tenant {
                 Command::AddKey { user_id, .. }
                 | Command::RefuseKey { user_id, .. }
                 | Command::Admit { user_id, .. }
-                | Command::ExpectAccount { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
+                | Command::ExpectAccount { user_id, .. }
+                | Command::ExpectTerminal { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
                 Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
                 Command::Forget { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
             };
@@ -191,6 +214,7 @@ impl Machine for Tenant {
             Command::RefuseKey { .. }
             | Command::Admit { .. }
             | Command::ExpectAccount { .. }
+            | Command::ExpectTerminal { .. }
             | Command::Forget { .. }
             | Command::Tick => return None,
         };
@@ -225,9 +249,11 @@ impl Tenant {
         Self {
             user_id: user_id.to_owned(),
             keys: BTreeMap::new(),
+            logins_revision: 0,
             live: BTreeSet::new(),
             again: None,
             expected_accounts: BTreeMap::new(),
+            expected_terminals: BTreeMap::new(),
             refusals: Refusals::default(),
         }
     }
@@ -240,10 +266,15 @@ impl Tenant {
             Command::RefuseKey { user_id: _, cause } => Ok(self.refuse_key(cause, ctx)),
             Command::DeleteKey { key } => self.delete_key(key, ctx),
             Command::MakeDefault { key } => self.make_default(key, ctx),
-            Command::Admit { user_id: _, allocation_id, scopes } => self.admit(allocation_id, scopes, ctx),
+            Command::Admit { user_id: _, allocation_id, scopes, logins_revision } => {
+                self.admit(allocation_id, scopes, logins_revision, ctx)
+            }
             Command::Forget { allocation_id } => Ok(self.forget(allocation_id)),
             Command::ExpectAccount { user_id: _, account, there, scopes } => {
                 self.expect_account(account, &there, scopes, ctx)
+            }
+            Command::ExpectTerminal { user_id: _, allocation_id, session, there, scopes } => {
+                self.expect_terminal(allocation_id, session, &there, scopes, ctx)
             }
             Command::Tick => Ok(self.tick(ctx)),
         }
@@ -253,7 +284,8 @@ impl Tenant {
     fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
         let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
         let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
-        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id });
+        let logins_revision = self.logins_revision;
+        let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id, logins_revision });
         asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
     }
 
@@ -319,12 +351,25 @@ impl Tenant {
         Ok(next.keys_changed(AuditAction::SshKeysMakeDefault, &key, ctx))
     }
 
-    fn keys_changed(self, action: AuditAction, key: &SshKey, ctx: &Ctx<'_>) -> Step<Self> {
+    fn keys_changed(mut self, action: AuditAction, key: &SshKey, ctx: &Ctx<'_>) -> Step<Self> {
         let metadata = json!({ "ssh_key_id": key.id, "fingerprint": key.fingerprint, "result": "ok" });
-        Step::to(self, Reply::Key { key: key.clone() }, action.as_str()).audit(audit(action, metadata, ctx))
+        self.logins_revision = self.logins_revision.saturating_add(1);
+        // A further key opens nothing until it is chosen.
+        let concerned =
+            if action == AuditAction::SshKeysCreate && !key.is_default { BTreeSet::new() } else { self.live.clone() };
+        let user_id = self.user_id.clone();
+        let stale = concerned.into_iter().map(|id| Event::LoginsStale { allocation_id: id, user_id: user_id.clone() });
+        let step = Step::to(self, Reply::Key { key: key.clone() }, action.as_str()).audit(audit(action, metadata, ctx));
+        stale.fold(step, Step::event)
     }
 
-    fn admit(&self, allocation_id: AllocationId, scopes: AskedScopes, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn admit(
+        &self,
+        allocation_id: AllocationId,
+        scopes: AskedScopes,
+        logins_revision: u64,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
         if self.live.contains(&allocation_id) {
             return Ok(Step::stay(Reply::Done));
         }
@@ -335,7 +380,11 @@ impl Tenant {
         let mut next = self.clone();
         next.live.insert(allocation_id);
         next.again = Some(Again::first(ctx.now));
-        Ok(Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota")))
+        let step = Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota"));
+        // Of what changed between its request and now it was not told: it was not counted yet.
+        let knows = logins_revision >= self.logins_revision;
+        let stale = Event::LoginsStale { allocation_id, user_id: self.user_id.clone() };
+        Ok(if knows { step } else { step.event(stale) })
     }
 
     fn scopes(&self, AskedScopes { org_id, project_id, plan }: AskedScopes) -> Scopes {
@@ -356,6 +405,15 @@ impl Tenant {
     #[must_use]
     pub fn default_key(&self) -> Option<&SshKey> {
         self.keys.values().find(|key| key.is_default)
+    }
+
+    /// The keys that open an allocation: of those that were chosen for it the ones that there are, or the default one.
+    #[must_use]
+    pub fn logins(&self, chosen: Option<&[SshKeyId]>) -> Vec<AuthorizedKey> {
+        match chosen {
+            Some(chosen) => chosen.iter().filter_map(|id| self.keys.get(id)).map(SshKey::authorized).collect(),
+            None => self.default_key().map(SshKey::authorized).into_iter().collect(),
+        }
     }
 }
 
@@ -410,7 +468,8 @@ mod tests {
 
     fn admit(n: u128) -> Command {
         let scopes = AskedScopes { org_id: None, project_id: None, plan: None };
-        Command::Admit { user_id: "ann".into(), allocation_id: AllocationId(Uuid::from_u128(n)), scopes }
+        let allocation_id = AllocationId(Uuid::from_u128(n));
+        Command::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
     }
 
     fn forget(n: u128) -> Command {

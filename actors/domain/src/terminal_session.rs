@@ -128,6 +128,9 @@ pub enum Exit {
     Signal(i32),
 }
 
+/// The fault of a session whose agent was stopped or started anew.
+pub const AGENT_RESTARTED: &str = "agent_restarted";
+
 /// How many used tokens are remembered.
 pub const SPENT: usize = 16;
 
@@ -159,6 +162,8 @@ pub enum Command {
     End {
         exit: Exit,
     },
+    /// The node's agent says that it was stopped or started anew, and that the program went with it.
+    Lose,
     /// The node could not begin it, or lost it.
     Fail {
         node_id: NodeId,
@@ -180,6 +185,7 @@ impl machine::Command for Command {
             Self::Attach { .. } => "attach",
             Self::Detach { .. } => "detach",
             Self::End { .. } => "end",
+            Self::Lose => "lose",
             Self::Fail { .. } => "fail",
             Self::Kill { .. } => "kill",
             Self::Revoke => "revoke",
@@ -191,7 +197,7 @@ impl machine::Command for Command {
         match self {
             Self::Open { .. } | Self::IssueToken { .. } => Action::OpenTerminals,
             Self::Kill { .. } => Action::OperateTerminals,
-            Self::End { .. } => Action::SpeakForNode,
+            Self::End { .. } | Self::Lose => Action::SpeakForNode,
             Self::Attach { .. } | Self::Detach { .. } | Self::Fail { .. } | Self::Revoke | Self::Tick => {
                 Action::Advance
             }
@@ -379,6 +385,14 @@ impl TerminalSession {
                     return Err(Rejection::NotFound);
                 }
                 Ok(self.close(CloseReason::Exited { exit }, AuditAction::TerminalsClose, &json!({}), ctx))
+            }
+            Command::Lose => {
+                if *ctx.by != Principal::Node(self.node_id) {
+                    return Err(Rejection::NotFound);
+                }
+                let code = AGENT_RESTARTED.to_owned();
+                let metadata = json!({ "fault": code });
+                Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Command::Fail { node_id, code } if node_id == self.node_id => {
                 let metadata = json!({ "fault": code });

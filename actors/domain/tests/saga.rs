@@ -77,6 +77,19 @@ fn an_event_that_is_lost_costs_seconds_and_not_the_deadline() {
 }
 
 #[test]
+fn a_change_of_keys_reaches_the_machine_though_what_was_said_of_it_is_lost() {
+    for subject in ["provisioning.logins_stale", "provisioning.logins_changed", "node.logins_written"] {
+        let mut world = World::new(Delivery::Once);
+        world.make(Move::ChangeKeys { user: 0, how: 0 });
+        world.make(Move::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
+        world.make(Move::DeliverAll);
+        world.make(Move::ChangeKeys { user: 0, how: 0 });
+        world.make(Move::ChangeKeys { user: 0, how: 5 });
+        world.settle_losing(subject);
+    }
+}
+
+#[test]
 fn a_long_life_from_one_seed_leaves_nothing_behind() {
     let seed = option_env!("SAGA_SEED").and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
     eprintln!("SAGA_SEED={seed}");
@@ -169,6 +182,9 @@ fn the_worlds_moves_reach_every_corner() {
         "posting usage",
         "posting usage_credit",
         "posting write_off",
+        "event provisioning.logins_stale",
+        "event provisioning.logins_changed",
+        "event node.logins_written",
     ];
     let missed: Vec<_> = corners.into_iter().filter(|corner| !reached.contains(*corner)).collect();
     assert!(missed.is_empty(), "never reached: {missed:?}");

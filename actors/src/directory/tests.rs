@@ -38,6 +38,8 @@ pub(crate) fn request() -> domain::allocation::Request {
             public_key: "ssh-ed25519 AAAA".into(),
             fingerprint: "SHA256:x".into(),
         }],
+        follows_default: false,
+        logins_revision: 1,
         isolation_model: "user-revoke".into(),
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,

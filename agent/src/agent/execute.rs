@@ -119,9 +119,12 @@ impl Agent {
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
         let known = match &payload.task {
             Task::Reboot(reboot) => restarted(reboot, self.boot_id),
-            Task::Provision(_) | Task::Release(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} => {
-                None
-            }
+            Task::Provision(_)
+            | Task::Release(_)
+            | Task::ReconcileSshKeys(_)
+            | Task::OpenTerminal(_)
+            | Task::Validate {}
+            | Task::Diagnose {} => None,
         };
         let unknown = || Err(Failure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
@@ -186,6 +189,11 @@ impl Agent {
         {
             return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
         }
+        if let Task::ReconcileSshKeys(reconcile) = &payload.task
+            && self.journal.is_leaving(reconcile.allocation_id)
+        {
+            return Err(Failure::new("allocation_released", "the allocation is being cleaned up on this node"));
+        }
         let (executor, gpus) = (Arc::clone(&self.executor), Arc::clone(&self.gpus));
         let seal = Seal {
             node_id: self.config.node_id,
@@ -197,6 +205,7 @@ impl Agent {
         let done: Box<dyn FnOnce() -> Result<Effect, Failure> + Send> = match payload.task.clone() {
             Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
             Task::Release(release) => Box::new(move || seal.release(executor.as_ref(), &release)),
+            Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
             Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
             Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref())))),
             Task::Reboot(reboot) => {
@@ -224,9 +233,8 @@ impl Agent {
             };
             match answer {
                 Ok(_) => break Ended::Recorded,
-                // The session may be over by now, and nobody asks how it began.
-                Err(error) if error.status() == Some(StatusCode::NOT_FOUND) && self.is_terminal(task_id) => {
-                    info!("the session was over before its beginning was reported");
+                Err(error) if self.may_be_overtaken(task_id) && is_overtaken(&error) => {
+                    info!("nobody waits for the result any more");
                     break Ended::GivenUp;
                 }
                 Err(error) if is_refused_for_good(&error) => {
@@ -247,8 +255,10 @@ impl Agent {
         self.write(Line::Reported { task_id, attempt, ended, at: Utc::now() }).await;
     }
 
-    fn is_terminal(&self, task_id: Uuid) -> bool {
-        self.journal.record(task_id).is_some_and(|record| matches!(record.payload.task, Task::OpenTerminal(_)))
+    /// A session may be over before its beginning is reported, keys may have changed again, and the tenant may be gone.
+    fn may_be_overtaken(&self, task_id: Uuid) -> bool {
+        let of_passing = |task: &Task| matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_));
+        self.journal.record(task_id).is_some_and(|record| of_passing(&record.payload.task))
     }
 
     async fn stopped_for(&self, length: Duration) {
@@ -369,6 +379,11 @@ fn outcome(
         started_at,
         finished_at,
     }
+}
+
+/// The task is not there any more, or at a later attempt.
+fn is_overtaken(error: &ApiError) -> bool {
+    error.status() == Some(StatusCode::NOT_FOUND) || error.code() == "stale_attempt"
 }
 
 /// Answers that no repetition of the same result changes: the attempt is over, the task is not this node's, or the result is

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use chrono::Utc;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use rustls::pki_types::ServerName;
@@ -11,6 +12,7 @@ use tokio_tungstenite::client_async_with_config;
 use tokio_tungstenite::tungstenite::Error;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
+use tracing::info;
 use uuid::Uuid;
 use wire::task::OpenTerminal;
 use wire::terminal::MESSAGE;
@@ -29,6 +31,22 @@ impl Agent {
         })?;
         self.terminals.begin(task, &shell, Arc::new(OwnWay(Arc::clone(self))))?;
         Ok(Output::new())
+    }
+}
+
+impl Agent {
+    /// A shell does not outlive its agent: those of the agent's life before are lost, and nobody has said so.
+    pub(super) fn say_what_is_lost(self: &Arc<Self>) {
+        let lost = self.journal.terminals_begun(Utc::now());
+        if lost.is_empty() {
+            return;
+        }
+        info!(sessions = lost.len(), "terminal sessions from before the restart may be lost");
+        let agent = Arc::clone(self);
+        self.tasks.spawn(async move {
+            let way = OwnWay(Arc::clone(&agent));
+            agent.terminals.say_lost(lost, &way).await;
+        });
     }
 }
 

@@ -273,3 +273,27 @@ fn a_process_table_that_cannot_be_read_is_unknown_and_not_clean() {
     assert_eq!(outcome(&findings, Checked::Processes), Outcome::Unknown);
     assert!(!report(findings).is_clean(ExecutorKind::Sandbox));
 }
+
+#[test]
+fn keys_are_written_for_a_tenant_that_is_here_and_for_nobody_else() {
+    let fixture = fixture();
+    let id = Uuid::from_u128(1);
+    fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();
+    let task = |allocation_id, user_name: &str, keys: &[&str]| ReconcileSshKeys {
+        allocation_id,
+        user_name: user_name.into(),
+        authorized_keys: keys.iter().map(|key| (*key).to_owned()).collect(),
+    };
+    let file = fixture.allocation(id).join("authorized_keys");
+    for keys in [&["ssh-ed25519 BBBB", "ssh-ed25519 CCCC"][..], &["ssh-ed25519 CCCC"], &["ssh-ed25519 CCCC"], &[]] {
+        fixture.sandbox.reconcile_keys(&task(id, "tenant", keys)).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap().lines().collect::<Vec<_>>(), keys);
+    }
+    let code = |task: &ReconcileSshKeys| fixture.sandbox.reconcile_keys(task).unwrap_err().code;
+    assert_eq!(code(&task(id, "another", &[])), "tenant_unknown");
+    assert_eq!(code(&task(Uuid::from_u128(2), "tenant", &[])), "tenant_unknown");
+    assert_eq!(code(&task(id, "tenant", &["ssh-ed25519 AAAA\nssh-ed25519 BBBB"])), "invalid_task");
+    fixture.sandbox.release(&fixture.release(id, &[0])).unwrap();
+    assert_eq!(code(&task(id, "tenant", &["ssh-ed25519 AAAA"])), "tenant_unknown");
+    assert!(!file.exists());
+}

@@ -30,6 +30,8 @@ const LINGER: Duration = Duration::from_secs(60);
 const UNHEARD_PAUSE: Duration = Duration::from_millis(10);
 /// How often it is said that the program ended, until that is known.
 const SAID_AGAIN: Duration = Duration::from_secs(1);
+/// How long an agent that is being stopped waits to be heard.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Between asking the processes to end and ending them.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -63,7 +65,15 @@ pub(super) struct Session {
     heard: mpsc::Receiver<Heard>,
     say: mpsc::Sender<Up>,
     ends_at: Instant,
-    over: CancellationToken,
+    ends: Ends,
+}
+
+/// What ends a session from outside.
+pub(super) struct Ends {
+    /// Whoever holds a part of the session lets go of it.
+    pub(super) over: CancellationToken,
+    /// The agent is being stopped.
+    pub(super) stop: CancellationToken,
 }
 
 struct Connected {
@@ -90,7 +100,9 @@ enum End {
     Exited(Exit),
     /// The control plane says so, for itself or for the user.
     Told,
-    /// The lifetime, or the agent's end.
+    /// The agent is being stopped.
+    Stopped,
+    /// The lifetime, or nobody to speak to.
     Over,
 }
 
@@ -101,7 +113,7 @@ impl Session {
         heard: mpsc::Receiver<Heard>,
         say: mpsc::Sender<Up>,
         left: Duration,
-        over: CancellationToken,
+        ends: Ends,
     ) -> Self {
         let (reader, writer) = pty.into_split();
         let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
@@ -123,25 +135,29 @@ impl Session {
             heard,
             say,
             ends_at: now + left,
-            over,
+            ends,
         }
     }
 
     pub(super) async fn run(mut self) {
         match self.live().await {
-            End::Exited(exit) => self.say_until_heard(exit).await,
+            End::Exited(exit) => self.say_until_heard(&Up::Exited { exit }).await,
             End::Told => {
                 let exit = self.end_processes().await;
-                self.say_until_heard(exit).await;
+                self.say_until_heard(&Up::Exited { exit }).await;
+            }
+            End::Stopped => {
+                self.end_processes().await;
+                let _ = tokio::time::timeout(LAST_WORDS, self.say_until_heard(&Up::Lost)).await;
             }
             End::Over => {}
         }
-        self.over.cancel();
+        self.ends.over.cancel();
         self.end_processes().await;
     }
 
-    /// The control plane says that the session is over once it knows how its program ended. What is said may be cut off.
-    async fn say_until_heard(&mut self, exit: Exit) {
+    /// The control plane says that the session is over once it knows how it ended. What is said may be cut off.
+    async fn say_until_heard(&mut self, how: &Up) {
         let mut again = interval(SAID_AGAIN);
         loop {
             tokio::select! {
@@ -150,8 +166,8 @@ impl Session {
                         return;
                     }
                 }
-                _ = again.tick() => drop(self.say.try_send(Up::Exited { exit })),
-                () = self.over.cancelled() => return,
+                _ = again.tick() => drop(self.say.try_send(how.clone())),
+                () = self.ends.over.cancelled() => return,
                 () = sleep_until(self.ends_at) => return,
             }
         }
@@ -167,7 +183,8 @@ impl Session {
             let may_read = self.may_read();
             let (read_after, rest_until) = (self.read_after, self.rest_until());
             tokio::select! {
-                () = self.over.cancelled() => return End::Over,
+                () = self.ends.over.cancelled() => return End::Over,
+                () = self.ends.stop.cancelled() => return End::Stopped,
                 () = sleep_until(self.ends_at) => {
                     debug!("the session's lifetime is over");
                     return End::Over;

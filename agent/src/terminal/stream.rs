@@ -22,6 +22,7 @@ use crate::backoff::Backoff;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const CONNECTS_WITHIN: Duration = Duration::from_secs(10);
+const HEARS_WITHIN: Duration = Duration::from_secs(10);
 const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
 
 /// An open stream.
@@ -40,6 +41,39 @@ pub enum NoStream {
 /// The way to the control plane, as the node that it is at that moment.
 pub trait Way: Send + Sync + 'static {
     fn open(&self, session_id: Uuid) -> BoxFuture<'_, Result<Socket, NoStream>>;
+}
+
+/// Says of a session of before that it is lost, until somebody has heard it, knows it, or `until` has come.
+pub(super) async fn say_lost(session_id: Uuid, way: &dyn Way, until: Instant) {
+    let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
+    while Instant::now() < until {
+        match timeout(CONNECTS_WITHIN, way.open(session_id)).await {
+            Ok(Ok(socket)) => {
+                if timeout(HEARS_WITHIN, said_lost(socket)).await.unwrap_or(false) {
+                    return;
+                }
+            }
+            Ok(Err(NoStream::Over)) => return,
+            Ok(Err(NoStream::Cut(why))) => debug!(why, "nobody could be told yet that a terminal is lost"),
+            Err(_) => {}
+        }
+        tokio::time::sleep(backoff.next(rand::random(), None)).await;
+    }
+}
+
+/// Whether the control plane has said that the session is over.
+async fn said_lost(mut socket: Socket) -> bool {
+    if socket.send(Message::Binary(Up::Lost.encode().into())).await.is_err() {
+        return false;
+    }
+    while let Some(Ok(message)) = socket.next().await {
+        if let Message::Binary(bytes) = message
+            && matches!(Down::decode(&bytes), Ok(Down::Close))
+        {
+            return true;
+        }
+    }
+    false
 }
 
 pub(super) struct Stream {

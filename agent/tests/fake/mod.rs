@@ -510,6 +510,13 @@ impl AgentProcess {
         let env_file = folder.join("agent.env");
         std::fs::write(&env_file, bundle.to_env_file().unwrap()).unwrap();
         let log = folder.join(format!("{}.log", Uuid::now_v7()));
+        // Root is nobody to keep tenants in folders as.
+        let nobody =
+            nix::unistd::User::from_name("nobody").unwrap().filter(|_| nix::unistd::Uid::effective().is_root());
+        let as_nobody: &[&str] = if nobody.is_some() { &["--user", "nobody"] } else { &[] };
+        if let Some(nobody) = nobody {
+            give_away(folder, &nobody);
+        }
         let child = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"))
             .env_clear()
             .arg("--env-file")
@@ -517,6 +524,7 @@ impl AgentProcess {
             .arg("--state-dir")
             .arg(folder.join("state"))
             .args(["--simulate-gpus", "2"])
+            .args(as_nobody)
             .args(more)
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&log).unwrap())
@@ -579,6 +587,13 @@ pub async fn enrolled(more: &[&str]) -> (Fake, TempDir, AgentProcess) {
     let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), more);
     eventually(|| (!fake.seen().heartbeats.is_empty()).then_some(())).await;
     (fake, folder, agent)
+}
+
+fn give_away(path: &Path, user: &nix::unistd::User) {
+    std::os::unix::fs::lchown(path, Some(user.uid.as_raw()), Some(user.gid.as_raw())).unwrap();
+    if path.is_dir() && !path.is_symlink() {
+        std::fs::read_dir(path).unwrap().for_each(|entry| give_away(&entry.unwrap().path(), user));
+    }
 }
 
 pub async fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> T {

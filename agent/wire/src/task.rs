@@ -52,6 +52,9 @@ pub enum Task {
     /// Remove a tenant's place and prove that nothing is left. Idempotent.
     #[serde(rename = "allocation.release")]
     Release(Release),
+    /// Write the keys that open a tenant's login, these and no others. Idempotent.
+    #[serde(rename = "ssh_keys.reconcile")]
+    ReconcileSshKeys(ReconcileSshKeys),
     /// Begin a tenant's terminal session. It happens once: the shell that it began may be in use.
     #[serde(rename = "terminal.open")]
     OpenTerminal(OpenTerminal),
@@ -87,6 +90,15 @@ pub struct Provision {
     pub deadline_at: DateTime<Utc>,
 }
 
+/// Parameters of `ssh_keys.reconcile`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReconcileSshKeys {
+    pub allocation_id: Uuid,
+    pub user_name: String,
+    /// OpenSSH public keys, one each, without options. None: nobody logs in.
+    pub authorized_keys: Vec<String>,
+}
+
 /// Parameters of `allocation.release`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
@@ -112,6 +124,7 @@ impl Task {
         match self {
             Self::Provision(_) => "allocation.provision",
             Self::Release(_) => "allocation.release",
+            Self::ReconcileSshKeys(_) => "ssh_keys.reconcile",
             Self::OpenTerminal(_) => "terminal.open",
             Self::Validate {} => "node.validate",
             Self::Diagnose {} => "diagnostics.collect",
@@ -125,6 +138,7 @@ impl Task {
         match self {
             Self::Provision(provision) => Some(provision.allocation_id),
             Self::Release(release) => Some(release.allocation_id),
+            Self::ReconcileSshKeys(reconcile) => Some(reconcile.allocation_id),
             Self::OpenTerminal(open) => Some(open.allocation_id),
             Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) => None,
         }
@@ -134,7 +148,11 @@ impl Task {
     #[must_use]
     pub fn is_idempotent(&self) -> bool {
         match self {
-            Self::Provision(_) | Self::Release(_) | Self::Validate {} | Self::Diagnose {} => true,
+            Self::Provision(_)
+            | Self::Release(_)
+            | Self::ReconcileSshKeys(_)
+            | Self::Validate {}
+            | Self::Diagnose {} => true,
             Self::OpenTerminal(_) | Self::Reboot(_) => false,
         }
     }
@@ -217,9 +235,10 @@ pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, O
 }
 
 /// The kinds of task that an agent of this build does. It says them with its heartbeats, and is given no others.
-pub const KINDS: [&str; 6] = [
+pub const KINDS: [&str; 7] = [
     "allocation.provision",
     "allocation.release",
+    "ssh_keys.reconcile",
     "terminal.open",
     "node.validate",
     "diagnostics.collect",

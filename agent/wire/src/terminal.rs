@@ -78,6 +78,8 @@ pub enum Up {
     Exited {
         exit: Exit,
     },
+    /// The agent was stopped, or started anew: the program went with it, and nobody knows how it ended.
+    Lost,
 }
 
 /// How a program ended.
@@ -105,6 +107,7 @@ const OUTPUT: u8 = 130;
 const TAKEN: u8 = 131;
 const EXIT_CODE: u8 = 132;
 const EXIT_SIGNAL: u8 = 133;
+const LOST: u8 = 140;
 
 impl Down {
     #[must_use]
@@ -153,6 +156,7 @@ impl Up {
             Self::Taken { attachment, bytes } => joined(TAKEN, &[&attachment.to_be_bytes(), &bytes.to_be_bytes()]),
             Self::Exited { exit: Exit::Code(code) } => joined(EXIT_CODE, &[&code.to_be_bytes()]),
             Self::Exited { exit: Exit::Signal(signal) } => joined(EXIT_SIGNAL, &[&signal.to_be_bytes()]),
+            Self::Lost => vec![LOST],
         }
     }
 
@@ -166,6 +170,7 @@ impl Up {
             TAKEN => Self::Taken { attachment: reader.u32()?, bytes: reader.u64()? },
             EXIT_CODE => Self::Exited { exit: Exit::Code(i32::from_be_bytes(reader.take()?)) },
             EXIT_SIGNAL => Self::Exited { exit: Exit::Signal(i32::from_be_bytes(reader.take()?)) },
+            LOST => Self::Lost,
             _ => return Err(Malformed(message.len())),
         };
         reader.end().map(|()| read)
@@ -255,6 +260,7 @@ mod tests {
             (any::<u32>(), any::<u64>()).prop_map(|(attachment, bytes)| Up::Taken { attachment, bytes }),
             any::<i32>().prop_map(|code| Up::Exited { exit: Exit::Code(code) }),
             any::<i32>().prop_map(|signal| Up::Exited { exit: Exit::Signal(signal) }),
+            Just(Up::Lost),
         ]
     }
 

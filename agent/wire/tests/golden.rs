@@ -19,8 +19,8 @@ use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
 use wire::keys::{KeyStatus, VerifierKey};
 use wire::proof::{Checked, CleanupReport, Finding, Outcome};
 use wire::task::{
-    Device, OpenTerminal, Provision, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload, TaskResult,
-    TaskStatus,
+    Device, OpenTerminal, Provision, ReconcileSshKeys, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload,
+    TaskResult, TaskStatus,
 };
 use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
 
@@ -245,6 +245,15 @@ fn provision_payload() {
 #[test]
 fn release_payload() {
     golden!(payload(Task::Release(Release { allocation_id: id(3), user_name: "u-3".into(), devices: vec![device()] })));
+}
+
+#[test]
+fn reconcile_ssh_keys_payload() {
+    golden!(payload(Task::ReconcileSshKeys(ReconcileSshKeys {
+        allocation_id: id(3),
+        user_name: "u-3".into(),
+        authorized_keys: vec!["ssh-ed25519 AAAA".into()],
+    })));
 }
 
 #[test]

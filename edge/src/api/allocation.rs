@@ -1,6 +1,7 @@
 //! Allocations: GPUs rented, watched and given back (decisions 5).
 
 mod events;
+mod logins;
 mod places;
 mod view;
 
@@ -24,6 +25,7 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use events::*;
+pub(super) use logins::*;
 pub(super) use places::Streams;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
@@ -288,7 +290,7 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
             "Your access token is not for this project; get one that is, or leave `project_id` out.",
         ));
     }
-    let (sku, ssh_keys) =
+    let (sku, (ssh_keys, logins_revision)) =
         tokio::try_join!(sku::rentable(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
     if let Some(region) = &new.region_code
         && !sku.spec.allowed_regions.iter().any(|allowed| **allowed == **region)
@@ -311,6 +313,8 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
         node_id: new.node_id.map(NodeId),
         gpu_count: new.gpu_count.0,
         ssh_keys,
+        follows_default: new.ssh_key_ids.is_none(),
+        logins_revision,
         isolation_model,
         price,
         queue_seconds: new.queue_seconds.map(|seconds| seconds.0),
@@ -318,20 +322,24 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
     })
 }
 
-/// The keys that were named, or the default one. A user without keys gets an allocation that only a terminal opens.
-async fn ssh_keys(services: &Services, asking: &Asking, ids: Option<&[Uuid]>) -> Result<Vec<AuthorizedKey>, ApiError> {
+/// The keys that were named, or the default one, and the revision at which they were read. A user without keys gets an allocation that
+/// only a terminal opens.
+async fn ssh_keys(
+    services: &Services,
+    asking: &Asking,
+    ids: Option<&[Uuid]>,
+) -> Result<(Vec<AuthorizedKey>, u64), ApiError> {
+    let chosen: Option<Vec<_>> = ids.map(|ids| ids.iter().copied().map(SshKeyId).collect());
     let tenant = current::<Tenant>(services, tenant_of(asking)).await?.map(|found| found.it);
-    let Some(ids) = ids else {
-        return Ok(tenant.iter().filter_map(|tenant| tenant.default_key()).map(|key| key.authorized()).collect());
-    };
-    let named = |id: &Uuid| tenant.as_ref().and_then(|tenant| tenant.keys.get(&SshKeyId(*id)));
-    let keys: Option<Vec<_>> = ids.iter().map(|id| named(id).map(|key| key.authorized())).collect();
-    keys.ok_or_else(|| {
-        ApiError::invalid_request(
+    let logins = tenant.as_ref().map(|tenant| (tenant.logins(chosen.as_deref()), tenant.logins_revision));
+    let (keys, revision) = logins.unwrap_or_default();
+    if chosen.is_some_and(|chosen| chosen.len() != keys.len()) {
+        return Err(ApiError::invalid_request(
             "One of `ssh_key_ids` is not a key of yours; GET /api/v1/ssh-keys lists those there are.",
         )
-        .detail("field", "ssh_key_ids")
-    })
+        .detail("field", "ssh_key_ids"));
+    }
+    Ok((keys, revision))
 }
 
 /// The answer to a request that could not be met: the saga's first answer was no.

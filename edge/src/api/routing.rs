@@ -49,6 +49,8 @@ pub(super) enum Who {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
     Get,
+    /// Repeated, it comes to the same.
+    Put,
     Patch,
     Delete,
     /// A repetition with the same `Idempotency-Key` gets the first answer.
@@ -61,6 +63,7 @@ impl Verb {
     const fn name(self) -> &'static str {
         match self {
             Self::Get => "GET",
+            Self::Put => "PUT",
             Self::Patch => "PATCH",
             Self::Delete => "DELETE",
             Self::PostOnce | Self::Post => "POST",
@@ -149,6 +152,7 @@ fn description() -> OpenApi {
 fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
     match verb {
         Verb::Get => item.get.as_mut(),
+        Verb::Put => item.put.as_mut(),
         Verb::PostOnce | Verb::Post => item.post.as_mut(),
         Verb::Patch => item.patch.as_mut(),
         Verb::Delete => item.delete.as_mut(),
@@ -199,7 +203,7 @@ fn describe(operation: &mut Operation, row: &Row) {
             describe_key(operation, "Taken and of no effect: the answer of this route is not stored.");
             codes.push(Code::InvalidRequest);
         }
-        Verb::Get | Verb::Patch | Verb::Delete => {}
+        Verb::Get | Verb::Put | Verb::Patch | Verb::Delete => {}
     }
     for (status, response) in refusals(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);

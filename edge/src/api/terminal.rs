@@ -7,17 +7,19 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::commit::Footing;
-use domain::policy::Key;
+use domain::tenant::{self, AskedScopes, Tenant};
 use domain::terminal_session::{self, CloseReason, Command, Digest, Exit, Reply, TerminalSession};
-use domain::{AllocationId, Kind, Machine as _};
+use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId};
+use super::ssh_key::tenant_of;
 use super::stored::{self, Stored, find};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
@@ -136,8 +138,9 @@ pub(super) async fn issue_token(
     let session = match new.session_id {
         Some(session) => of_allocation(&services, &asking, session, allocation.it.id).await?,
         None => {
-            check_place(&services, &asking, allocation.it.id).await?;
-            asking.id_of_new()
+            let session = asking.id_of_new();
+            take_place(&services, &asking, allocation.it.id, TerminalSessionId(session)).await?;
+            session
         }
     };
     let (token, hash) = mint(session);
@@ -181,28 +184,28 @@ async fn of_allocation(
     Ok(found.it.id.0)
 }
 
-/// Refuses one session more than policy `terminal.sessions_per_allocation`. Several at once may each see the last place: how many that
-/// are is bounded by the rate limit of this route, and at the node.
-async fn check_place(services: &Services, asking: &Asking, allocation: AllocationId) -> Result<(), ApiError> {
-    let (policy, now) = (services.world.policy(), services.world.now());
-    let limit = policy.int(Key::TerminalSessionsPerAllocation, &asking.scopes(), now);
-    let mut live = 0;
+/// Refuses one session more than policy `terminal.sessions_per_allocation`. Those that are there are read; those that are being opened
+/// the tenant's mailbox knows, and it decides.
+async fn take_place(
+    services: &Services,
+    asking: &Asking,
+    allocation_id: AllocationId,
+    session: TerminalSessionId,
+) -> Result<(), ApiError> {
+    let mut there = BTreeSet::new();
     for state in terminal_session::Phase::LIVE {
         let own = ListFilter { owner: Some(asking.caller.user_id.clone()), state: Some(state.to_owned()), sku: None };
         let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
         let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
-        live +=
-            i64::try_from(sessions.filter(|stored| stored.it.allocation_id == allocation).count()).unwrap_or(i64::MAX);
+        there.extend(sessions.filter(|stored| stored.it.allocation_id == allocation_id).map(|stored| stored.it.id));
     }
-    if live < limit {
-        return Ok(());
-    }
-    Err(ApiError::new(
-        Code::StateConflict,
-        format!("The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."),
-    )
-    .detail("policy_key", Key::TerminalSessionsPerAllocation.name())
-    .detail("limit", limit))
+    let caller = &asking.caller;
+    let scopes =
+        AskedScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
+    let command =
+        tenant::Command::ExpectTerminal { user_id: caller.user_id.clone(), allocation_id, session, there, scopes };
+    asking.ask_unstored::<Tenant>(tenant_of(asking), command).await?;
+    Ok(())
 }
 
 /// Everybody's terminal sessions, oldest first, ended ones too.

@@ -125,7 +125,8 @@ mod tests {
 
     #[test]
     fn another_protocol_is_named_before_anything_else_is_read() {
-        for (protocol, range) in [(0, 1..=3), (4, 1..=3), (u64::MAX, 1..=3)] {
+        let range = wire::OLDEST_PROTOCOL..=wire::PROTOCOL;
+        for protocol in [0, u64::from(range.start() - 1), u64::from(range.end() + 1), u64::MAX] {
             let error = read(&json!({"protocol": protocol, "everything": "else"})).unwrap_err();
             assert_eq!(error.code(), Code::UpgradeRequired);
             assert_eq!(error.details()["oldest_protocol"], *range.start());

@@ -115,10 +115,14 @@ impl NodeEnd {
                 Ok(said) => said,
                 Err(error) => return error.to_string(),
             };
-            let exit = if let Up::Exited { exit } = &said { Some(*exit) } else { None };
+            let over = match &said {
+                Up::Exited { exit } => Some(ended(*exit)),
+                Up::Lost => Some(terminal_session::Command::Lose),
+                Up::Attached { .. } | Up::Output { .. } | Up::Taken { .. } => None,
+            };
             here.deliver(said).await;
-            if let Some(exit) = exit {
-                self.end(exit).await;
+            if let Some(over) = over {
+                self.tell(over).await;
             }
             // Counted from when it could be heard: whoever it was for may have been slow.
             silent_at = Instant::now() + silent_after;
@@ -126,19 +130,22 @@ impl NodeEnd {
     }
 
     /// The agent says so again until it is told that the session is over.
-    async fn end(&self, exit: wire::terminal::Exit) {
-        let exit = match exit {
-            wire::terminal::Exit::Code(code) => Exit::Code(code),
-            wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
-        };
+    async fn tell(&self, command: terminal_session::Command) {
         let Ok(permit) = authorize(&Principal::Node(self.node_id), Action::SpeakForNode) else { return };
         let services = &self.api.services;
         let asked = self.scope.asked(&permit, services.world.now() + ASK_WITHIN).urgently();
-        let command = terminal_session::Command::End { exit };
         if let Err(error) = services.directory.ask::<TerminalSession>(&permit, self.session.0, command, asked).await {
             debug!(error = %error, "a terminal session could not be told of its program's end");
         }
     }
+}
+
+fn ended(exit: wire::terminal::Exit) -> terminal_session::Command {
+    let exit = match exit {
+        wire::terminal::Exit::Code(code) => Exit::Code(code),
+        wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
+    };
+    terminal_session::Command::End { exit }
 }
 
 async fn speak(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiver<Down>) -> String {

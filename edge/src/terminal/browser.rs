@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use tokio_tungstenite::tungstenite;
 use uuid::Uuid;
 use wire::terminal::{CHUNK, Down, INPUT_WINDOW, OUTPUT_WINDOW, Up};
 
@@ -80,12 +81,12 @@ pub(super) mod close {
 
     pub(in crate::terminal) const TOKEN: (u16, &str) = (4401, "token_invalid");
     pub(in crate::terminal) const REVOKED: (u16, &str) = (4403, "revoked");
-    const LIFETIME: (u16, &str) = (4408, "lifetime");
+    pub(super) const LIFETIME: (u16, &str) = (4408, "lifetime");
     pub(super) const REPLACED: (u16, &str) = (4409, "replaced");
     pub(super) const EXITED: (u16, &str) = (1000, "exited");
     pub(super) const MISUSED: (u16, &str) = (1008, "not understood, or too much of it");
     pub(super) const TOO_BIG: (u16, &str) = (1009, "a message is too long");
-    const FAILED: (u16, &str) = (1011, "the node could not run the session");
+    const FAILED: (u16, &str) = (1011, "the node could not run the session, or lost it; open another");
     pub(super) const RESTARTS: (u16, &str) = (1012, "connect again with a new token");
     pub(super) const AWAY: (u16, &str) = (1013, "the node cannot be reached; connect again later");
 
@@ -183,7 +184,7 @@ impl Browser {
             let carry = self.carry(&progress, sink, stream);
             tokio::pin!(carry);
             tokio::select! {
-                why = &mut carry => return why,
+                why = &mut carry => return why.or_else(|| self.has_outlived_itself()),
                 () = stopping => return Some(close::RESTARTS),
                 ending = over => match ending {
                     // What its program said last may still be on its way.
@@ -206,6 +207,11 @@ impl Browser {
                 Some(close::of(&reason))
             }
         }
+    }
+
+    /// Where this process slept past the session's end, its user's silence is none.
+    fn has_outlived_itself(&self) -> Option<(u16, &'static str)> {
+        (self.services.world.now() >= self.session.ends_at).then_some(close::LIFETIME)
     }
 
     /// Over one link after another, as long as there is one.
@@ -332,8 +338,8 @@ impl Browser {
                 }
                 // Something in between is missing: from there on once more.
                 (Some(Up::Output { .. }), Some(_)) => return Parted::Link,
-                // Of an earlier link.
-                (Some(Up::Output { .. }), None) => {}
+                // Of an earlier link; or for the session, which says so.
+                (Some(Up::Output { .. }), None) | (Some(Up::Lost), _) => {}
                 (Some(Up::Taken { bytes, .. }), _) => {
                     progress.taken.store(bytes, Ordering::Relaxed);
                     progress.room.notify_one();
@@ -466,14 +472,9 @@ impl Controls {
 }
 
 fn is_too_big(error: &axum::Error) -> bool {
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        if cause.to_string().contains("too big") || cause.to_string().contains("too long") {
-            return true;
-        }
-        source = cause.source();
-    }
-    error.to_string().contains("too big") || error.to_string().contains("too long")
+    let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+    let mut protocol = causes.filter_map(|cause| cause.downcast_ref::<tungstenite::Error>());
+    protocol.any(|error| matches!(error, tungstenite::Error::Capacity(_)))
 }
 
 fn exit_of(exit: Exit) -> ToUser {

@@ -56,6 +56,8 @@ const UIDS: u32 = 1000;
 const FIRST_UID: u32 = 200_000;
 const TOOLS: [&str; 6] = ["useradd", "userdel", "groupadd", "groupdel", "chattr", "ipcrm"];
 const CLEANS_UP_WITHIN: &str = "60";
+/// Whom an agent runs as that makes no users, where this process is root.
+const NOBODY: &str = "nobody";
 
 impl SystemAgent {
     /// The `number`th agent, with everything below `folder`.
@@ -139,6 +141,7 @@ impl AgentProcess {
     /// Writes the bundle's environment file and starts the agent with it.
     pub fn start(name: &str, settings: &AgentSettings, bundle: &BootstrapBundle) -> anyhow::Result<Self> {
         let folder = settings.folder.join(name);
+        files::passable_folder(&settings.folder)?;
         files::private_folder(&folder)?;
         let mut environment = bundle.to_env_file()?;
         if let Some(system) = &settings.system {
@@ -148,14 +151,14 @@ impl AgentProcess {
             environment.push_str(&variables.render()?);
         }
         files::write_private(&folder.join("agent.env"), environment.as_bytes())?;
-        let process = launch(name, settings).spawn()?;
+        let process = launch(name, settings)?.spawn()?;
         Ok(Self { name: name.to_owned(), settings: settings.clone(), process })
     }
 
     /// Starts a stopped or killed agent on the state that it had.
     pub fn start_again(&mut self) -> anyhow::Result<()> {
         if !self.is_running() {
-            self.process = launch(&self.name, &self.settings).spawn()?;
+            self.process = launch(&self.name, &self.settings)?.spawn()?;
         }
         Ok(())
     }
@@ -206,7 +209,27 @@ const FILES: [(&str, &str); 6] = [
     ("--state-dir", "state"),
 ];
 
-fn launch(name: &str, settings: &AgentSettings) -> Launch {
+/// Whom it has to become, and owns everything in its folder by then: no tenant's process ever runs as root.
+fn user_of(folder: &Path, settings: &AgentSettings) -> anyhow::Result<Option<&'static str>> {
+    if settings.system.is_some() || !Uid::effective().is_root() {
+        return Ok(None);
+    }
+    let nobody = User::from_name(NOBODY)?.with_context(|| format!("this machine has no user {NOBODY}"))?;
+    give_away(folder, &nobody).with_context(|| format!("{} cannot be given to {NOBODY}", folder.display()))?;
+    Ok(Some(NOBODY))
+}
+
+fn give_away(path: &Path, user: &User) -> std::io::Result<()> {
+    std::os::unix::fs::lchown(path, Some(user.uid.as_raw()), Some(user.gid.as_raw()))?;
+    if path.symlink_metadata()?.is_dir() {
+        for entry in std::fs::read_dir(path)? {
+            give_away(&entry?.path(), user)?;
+        }
+    }
+    Ok(())
+}
+
+fn launch(name: &str, settings: &AgentSettings) -> anyhow::Result<Launch> {
     let folder = settings.folder.join(name);
     let log = settings.logs.join(format!("{name}.log"));
     let mut launch = Launch::new(name, &settings.executable, log);
@@ -216,8 +239,11 @@ fn launch(name: &str, settings: &AgentSettings) -> Launch {
     if settings.system.is_some() {
         launch = launch.argument("--executor").argument("system");
     }
+    if let Some(user) = user_of(&folder, settings)? {
+        launch = launch.argument("--user").argument(user);
+    }
     let gpus = &settings.gpus;
-    launch
+    Ok(launch
         .argument("--simulate-gpus")
         .argument(gpus.count.to_string())
         .argument("--gpu-model")
@@ -225,5 +251,5 @@ fn launch(name: &str, settings: &AgentSettings) -> Launch {
         .argument("--gpu-memory-mib")
         .argument(gpus.memory_mib.to_string())
         .arguments(&settings.flags)
-        .variable("RUST_LOG", std::env::var_os("RUST_LOG").unwrap_or_else(|| "info".into()))
+        .variable("RUST_LOG", std::env::var_os("RUST_LOG").unwrap_or_else(|| "info".into())))
 }

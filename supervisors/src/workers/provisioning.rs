@@ -131,6 +131,7 @@ impl Placer {
                 project_id: asked.project_id.clone(),
                 plan: asked.plan.clone(),
             },
+            logins_revision: allocation.logins().as_of,
         };
         let tenant = id_of_name(Kind::Tenant, &asked.user_id);
         match by.directory.ask::<Tenant>(&by.permit, tenant, admit, by.asked(heard)).await {
@@ -148,10 +149,12 @@ impl Placer {
         allocation: &Allocation,
         node_id: NodeId,
     ) -> Result<Option<Effect>, Stuck> {
+        let logins = allocation.logins();
         let reserve = node::Command::Reserve {
             allocation_id: allocation.id,
             gpu_count: allocation.asked.gpu_count,
-            keys: allocation.asked.ssh_keys.clone(),
+            keys: logins.keys,
+            revision: logins.revision,
         };
         let asked = by.asked(heard).once(reservation(heard.id, node_id, reserve.name()));
         match by.directory.ask::<Node>(&by.permit, node_id.0, reserve, asked).await {

@@ -129,6 +129,12 @@ impl Reactor {
             Reaction::Node(id, command) => self.carry_out::<Node>(heard, id.0, command).await,
             Reaction::Allocation(id, command) => self.carry_out::<Allocation>(heard, id.0, command).await,
             Reaction::Terminal(id, command) => self.carry_out::<TerminalSession>(heard, id.0, command).await,
+            Reaction::ResolveLogins { allocation_id, user_id } => {
+                super::logins::resolve(self, heard, allocation_id, &user_id).await
+            }
+            Reaction::TellLogins { allocation_id, node_id } => {
+                super::logins::tell(self, heard, allocation_id, node_id).await
+            }
             Reaction::CloseTerminals { allocation_id, user_id } => {
                 super::terminals::close(self, heard, allocation_id, &user_id).await
             }

@@ -218,9 +218,12 @@ impl HandAgent {
         let proof = match &task.task {
             Task::Release(release) => Some(self.proof(task, release.allocation_id)),
             // Of a terminal it says that it began, and has no shell.
-            Task::Provision(_) | Task::OpenTerminal(_) | Task::Validate {} | Task::Diagnose {} | Task::Reboot(_) => {
-                None
-            }
+            Task::Provision(_)
+            | Task::ReconcileSshKeys(_)
+            | Task::OpenTerminal(_)
+            | Task::Validate {}
+            | Task::Diagnose {}
+            | Task::Reboot(_) => None,
         };
         let now = Utc::now();
         TaskResult {

@@ -9,6 +9,7 @@ use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use supervisors::dev::agents::AgentSettings;
 use supervisors::dev::balancer::Balancer;
@@ -106,11 +107,11 @@ impl Plan {
         let (gpuaas, agent) = (program(&binaries, "gpuaas")?, program(&binaries, "gpuaas-agent")?);
         let holder = tempfile::Builder::new().prefix("gpuaas-world-").tempdir()?;
         let folder = holder.path().canonicalize()?;
-        files::passable_folder(&folder)?;
+        // Agents that root starts are somebody else, and have to come to their own folders.
+        std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o711))?;
         let (run, logs) = (folder.join("run"), folder.join("logs"));
-        for path in [&run, &logs] {
-            files::private_folder(path)?;
-        }
+        files::passable_folder(&run)?;
+        files::private_folder(&logs)?;
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -169,6 +170,13 @@ impl Terminal {
     /// Where the connection is gone.
     pub async fn send(&mut self, message: Message) -> Result<(), Error> {
         self.socket.send(message).await
+    }
+
+    /// Bytes that are no message, as they are.
+    pub async fn send_raw(&mut self, bytes: &[u8]) {
+        let stream = self.socket.get_mut();
+        stream.write_all(bytes).await.expect("the connection takes bytes");
+        stream.flush().await.expect("the connection takes bytes");
     }
 
     /// Takes in one message. `false`: nothing came in that time, or nothing comes any more.

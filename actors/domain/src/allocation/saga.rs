@@ -2,7 +2,7 @@
 
 use super::{AfterFailure, Allocation, Command, Failure, LOOK_AGAIN, MAX_GPUS, Phase, Placed, Rejection, Request};
 use crate::again::Again;
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{Audit, AuditAction, Refusals};
 use crate::event::Event;
 use crate::id::{AllocationId, EntityRef, Kind, NodeId};
 use crate::machine::{Command as _, Ctx, Step};
@@ -40,6 +40,8 @@ impl Allocation {
             release_requested_at: None,
             fault: None,
             again: None,
+            logins: None,
+            refusals: Refusals::default(),
         };
         let phase = requested.phase.clone();
         let requested = requested.moved(phase, ctx.now, "requested");
@@ -69,7 +71,14 @@ impl Allocation {
             Command::CleanupFailed { node_id, attempt, reason } => {
                 Ok(self.cleanup_failed(node_id, attempt, &reason, ctx))
             }
-            Command::StillCounted => Ok(self.still_counted()),
+            Command::StillCounted { logins_revision } => Ok(self.still_counted(logins_revision)),
+            Command::ChooseLogins { chosen, keys, logins_revision } => {
+                self.choose_logins(chosen, keys, logins_revision, ctx)
+            }
+            Command::AdoptLogins { chosen, keys, logins_revision } => {
+                Ok(self.adopt_logins(&chosen, keys, logins_revision, ctx))
+            }
+            Command::LoginsWritten { node_id, revision } => Ok(self.logins_written(node_id, revision)),
             Command::Reseal { scheduler_request_enc } => Ok(self.resealed(scheduler_request_enc)),
             Command::Tick => Ok(self.tick(ctx)),
         }
@@ -156,9 +165,13 @@ impl Allocation {
                 let limit = ctx.policy.seconds(Key::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
                 let until = ctx.now + limit;
                 let phase = Phase::Provisioning { node_id, placed, until };
-                self.moved(phase, ctx.now, "devices_reserved")
+                let next = self.moved(phase, ctx.now, "devices_reserved");
+                // The node has the keys that it was asked with, which may be those of a moment ago.
+                let logins = next.logins_to_tell();
+                let step = next
                     .step(format!("node {node_id} reserved the devices"))
-                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until })
+                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until });
+                logins.into_iter().fold(step, Step::event)
             }
             Phase::Provisioning { node_id: ours, .. }
             | Phase::Active { node_id: ours, .. }
@@ -185,17 +198,19 @@ impl Allocation {
         self.history.last().is_some_and(|last| last.reason == FORCED)
     }
 
-    /// Its tenant has not heard of its end.
-    fn still_counted(&self) -> Step<Self> {
+    /// Its tenant has not heard of its end, or it not of its tenant's keys.
+    fn still_counted(&self, logins_revision: u64) -> Step<Self> {
         match &self.phase {
             Phase::Released { last, .. } => self
                 .unchanged("its tenant still counts it after its end")
                 .event(self.ended(last.as_ref(), "still_counted")),
-            Phase::Requested { .. }
-            | Phase::Provisioning { .. }
-            | Phase::Active { .. }
-            | Phase::Releasing { .. }
-            | Phase::ReleaseFailed { .. } => self.stay(),
+            Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } => {
+                match self.stale_logins(logins_revision) {
+                    Some(stale) => self.unchanged("its user has other keys than it knows of").event(stale),
+                    None => self.stay(),
+                }
+            }
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } => self.stay(),
         }
     }
 
@@ -241,6 +256,7 @@ impl Allocation {
                 let mut next = self.moved(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
                 next.active_at = Some(ctx.now);
                 let usage = next.usage();
+                next.again = next.logins().are_pending().then(|| Again::first(ctx.now));
                 next.step(format!("node {node_id} set the tenant up"))
                     .event(Event::AllocationActive { allocation_id: self.id, node_id })
                     .event(usage)
@@ -364,10 +380,14 @@ impl Allocation {
             Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
                 self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
             }
-            Phase::Provisioning { node_id, until, .. } => self
-                .asking_again(ctx)
-                .step("asking the node again")
-                .event(Event::ProvisioningStarted { allocation_id: self.id, node_id: *node_id, deadline_at: *until }),
+            Phase::Provisioning { node_id, until, .. } => {
+                let step = self.asking_again(ctx).step("asking the node again").event(Event::ProvisioningStarted {
+                    allocation_id: self.id,
+                    node_id: *node_id,
+                    deadline_at: *until,
+                });
+                self.logins_to_tell().into_iter().fold(step, Step::event)
+            }
             Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
                 self.fail_release(*node_id, placed, *attempt, "release_timeout", ctx)
             }
@@ -389,7 +409,14 @@ impl Allocation {
                 .asking_again(ctx)
                 .step("telling the node again that its clean-up has failed")
                 .event(Event::ReleaseExhausted { allocation_id: self.id, node_id: *node_id, attempt: *attempt }),
-            Phase::Active { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.stay(),
+            Phase::Active { .. } => match self.logins_to_tell() {
+                Some(logins) => self.asking_again(ctx).step("telling the node again who may log in").event(logins),
+                None if self.again.is_some() => {
+                    Self { again: None, ..self.clone() }.step("there is nothing to say again")
+                }
+                None => self.stay(),
+            },
+            Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.stay(),
         }
     }
 

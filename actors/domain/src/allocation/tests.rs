@@ -43,6 +43,26 @@ fn worker() -> Principal {
     Principal::system("provisioning")
 }
 
+const KEY: u128 = 0xC;
+
+fn key(n: u128) -> AuthorizedKey {
+    AuthorizedKey {
+        id: SshKeyId(Uuid::from_u128(n)),
+        public_key: format!("ssh-ed25519 {n}"),
+        fingerprint: format!("SHA256:{n}"),
+    }
+}
+
+fn choose(keys: &[u128]) -> Command {
+    let keys: Vec<_> = keys.iter().map(|n| key(*n)).collect();
+    Command::ChooseLogins { chosen: Some(keys.iter().map(|key| key.id).collect()), keys, logins_revision: 0 }
+}
+
+/// What following the default comes to.
+fn adopt(keys: &[u128], logins_revision: u64) -> Command {
+    Command::AdoptLogins { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
+}
+
 fn placed() -> Placed {
     Placed {
         devices: vec![Device { index: 0, uuid: "GPU-0".into() }],
@@ -66,6 +86,8 @@ fn request() -> Request {
         node_id: None,
         gpu_count: 1,
         ssh_keys: Vec::new(),
+        follows_default: true,
+        logins_revision: 0,
         isolation_model: "user-revoke".into(),
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,
@@ -246,13 +268,18 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleaned elsewhere", worker(), Command::Cleaned { node_id: ELSEWHERE, attempt }),
         ("cleanup_failed", worker(), remains(attempt)),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
-        ("still_counted", worker(), Command::StillCounted),
         ("unaffordable", worker(), Command::Unaffordable { message: "m".into() }),
         ("uncover", worker(), Command::Uncover),
         ("faulted", worker(), Command::Faulted { node_id: NODE, at: start(), reason: "r".into() }),
         ("faulted elsewhere", worker(), Command::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }),
         ("still_metered, and running", worker(), Command::StillMetered { is_running: true }),
         ("still_metered, and held", worker(), Command::StillMetered { is_running: false }),
+        ("still_counted", worker(), Command::StillCounted { logins_revision: 0 }),
+        ("still_counted, with other keys", worker(), Command::StillCounted { logins_revision: 1 }),
+        ("choose_logins by its user", ann(), choose(&[KEY])),
+        ("choose_logins by a stranger", person("bob", Role::User), choose(&[KEY])),
+        ("adopt_logins", worker(), adopt(&[KEY], 1)),
+        ("logins_written, never changed", worker(), Command::LoginsWritten { node_id: NODE, revision: 1 }),
         ("reseal", worker(), Command::Reseal { scheduler_request_enc: "anew".into() }),
         ("tick before its time", worker(), Command::Tick),
     ]
@@ -280,6 +307,71 @@ fn outcome(from: &Story, step: Result<Step<Allocation>, Rejection>) -> String {
             .unwrap();
     }
     line
+}
+
+#[test]
+fn what_was_read_of_the_users_keys_later_counts_however_late_the_other_comes() {
+    let second = allocation().active().told(adopt(&[2], 2)).says(&["provisioning.logins_changed"]);
+    let late = second.told(adopt(&[1], 1)).unmoved();
+    assert_eq!(late.allocation.logins().keys, [key(2)]);
+    // So it is with a choice that was made from what was read before.
+    let chosen = Command::ChooseLogins { chosen: None, keys: vec![key(1)], logins_revision: 1 };
+    assert_eq!(late.ask(&ann(), chosen).unwrap_err(), Rejection::KeysMoved);
+}
+
+#[test]
+fn a_choice_of_keys_overrides_the_default_and_a_key_that_is_deleted_goes_from_it() {
+    let story = allocation().active();
+    let step = story.ask(&ann(), choose(&[1, 2])).unwrap();
+    assert_eq!(step.audit[0].metadata["result"], "ok");
+    let chosen = story.by(&ann(), choose(&[1, 2])).says(&["provisioning.logins_changed"]);
+    // What follows the default says nothing of it.
+    let other = chosen.told(adopt(&[3], 1)).says(&["provisioning.logins_stale"]);
+    let ids = other.allocation.logins().chosen;
+    let gone = Command::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
+    let gone = other.told(gone).says(&["provisioning.logins_changed"]);
+    assert_eq!((gone.allocation.logins().keys, gone.allocation.logins().revision), (vec![key(2)], 2));
+    // The same choice again changes nothing.
+    let same =
+        Command::ChooseLogins { chosen: gone.allocation.logins().chosen, keys: vec![key(2)], logins_revision: 1 };
+    assert!(gone.ask(&ann(), same).is_err(), "a key that is not there is not chosen");
+}
+
+#[test]
+fn a_key_that_is_not_the_users_is_refused_and_that_is_audited_once_a_minute() {
+    let story = allocation().active();
+    let wrong = Command::ChooseLogins { chosen: Some(vec![key(7).id]), keys: Vec::new(), logins_revision: 0 };
+    let rejection = story.ask(&ann(), wrong.clone()).unwrap_err();
+    assert_eq!(rejection, Rejection::KeyUnknown { id: key(7).id });
+    let by = ann();
+    let refused = story.allocation.audit_refusal(&wrong, &rejection, &ctx(story.now, &story.policy, &by)).unwrap();
+    assert_eq!(
+        (refused.audit.action.as_str(), &refused.audit.metadata["result"]),
+        ("ssh_keys.choose", &"refused".into())
+    );
+    assert!(refused.next.audit_refusal(&wrong, &rejection, &ctx(story.now, &story.policy, &by)).is_none());
+}
+
+#[test]
+fn an_active_allocation_tells_its_node_again_until_the_keys_are_written() {
+    let told = allocation().active().told(adopt(&[1], 1));
+    let again = told.at_its_timer().told(Command::Tick).says(&["provisioning.logins_changed"]);
+    let written = again.told(Command::LoginsWritten { node_id: NODE, revision: 1 });
+    assert!(!written.allocation.logins().are_pending());
+    assert_eq!(written.allocation.timer(), None);
+    written.told(Command::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
+}
+
+#[test]
+fn an_allocation_of_the_release_before_keeps_the_keys_that_it_was_asked_for_with() {
+    let mut kept = serde_json::to_value(allocation().active().allocation).unwrap();
+    let asked = kept["asked"].as_object_mut().unwrap();
+    asked.remove("follows_default");
+    asked.remove("logins_revision");
+    asked.insert("ssh_keys".into(), serde_json::to_value([key(1)]).unwrap());
+    let read: Allocation = serde_json::from_value(kept).unwrap();
+    let logins = read.logins();
+    assert_eq!((logins.chosen, logins.keys, logins.revision), (Some(vec![key(1).id]), vec![key(1)], 0));
 }
 
 #[test]
@@ -520,8 +612,9 @@ fn what_is_not_answered_is_said_again_long_before_the_deadline_and_ever_more_sel
 
 #[test]
 fn a_tenant_that_still_counts_it_after_its_end_is_told_again() {
-    allocation().active().told(Command::StillCounted).unmoved();
-    allocation().released_by_ann().told(Command::StillCounted).says(&["provisioning.released"]);
+    let counted = || Command::StillCounted { logins_revision: 0 };
+    allocation().active().told(counted()).unmoved();
+    allocation().released_by_ann().told(counted()).says(&["provisioning.released"]);
 }
 
 #[test]

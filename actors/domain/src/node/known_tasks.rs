@@ -20,6 +20,7 @@ impl What {
     pub const fn task_type(&self) -> TaskType {
         match self {
             Self::Provision { .. } => TaskType::AllocationProvision,
+            Self::ReconcileLogins { .. } => TaskType::SshKeysReconcile,
             Self::Release { .. } => TaskType::AllocationRelease,
             Self::OpenTerminal { .. } => TaskType::TerminalOpen,
             Self::OfNode { task_type, .. } => *task_type,

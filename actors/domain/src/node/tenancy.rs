@@ -1,6 +1,6 @@
 //! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
 
-use super::{Life, Node, Rejection, Reply, TerminalOrder};
+use super::{HeldLogins, Life, Node, Rejection, Reply, TerminalOrder};
 use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::AuditAction;
@@ -17,6 +17,9 @@ use std::collections::BTreeMap;
 pub struct Hold {
     pub placed: Placed,
     pub keys: Vec<AuthorizedKey>,
+    /// Which change of the keys that is, and how far the agent is with it.
+    #[serde(default)]
+    pub logins: HeldLogins,
     pub phase: HoldPhase,
     /// When the node asks again whether the allocation wants it.
     #[serde(default)]
@@ -97,9 +100,10 @@ impl Order {
     #[must_use]
     pub const fn allocation_id(&self) -> Option<AllocationId> {
         match &self.what {
-            What::Provision { place, .. } | What::Release { place } | What::OpenTerminal { place, .. } => {
-                Some(place.allocation_id)
-            }
+            What::Provision { place, .. }
+            | What::ReconcileLogins { place, .. }
+            | What::Release { place }
+            | What::OpenTerminal { place, .. } => Some(place.allocation_id),
             What::OfNode { .. } => None,
         }
     }
@@ -117,6 +121,10 @@ pub struct Place {
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
     Provision {
+        place: Place,
+        keys: Vec<AuthorizedKey>,
+    },
+    ReconcileLogins {
         place: Place,
         keys: Vec<AuthorizedKey>,
     },
@@ -155,6 +163,7 @@ impl Node {
         allocation_id: AllocationId,
         gpu_count: u32,
         keys: Vec<AuthorizedKey>,
+        revision: u64,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         if let Some(hold) = self.holds.get(&allocation_id) {
@@ -182,6 +191,7 @@ impl Node {
             Hold {
                 placed: placed.clone(),
                 keys,
+                logins: HeldLogins::asked_with(revision),
                 phase: HoldPhase::Reserved,
                 again,
                 remains: None,
@@ -446,7 +456,7 @@ impl Node {
     /// The work that waits for the agent and is of types that it does, oldest first.
     pub(super) fn orders(&self) -> Vec<Order> {
         let of_tenants = self.holds.iter().filter_map(|(id, hold)| self.order(*id, hold));
-        let mut orders: Vec<_> = of_tenants.chain(self.own_orders()).collect();
+        let mut orders: Vec<_> = of_tenants.chain(self.login_orders()).chain(self.own_orders()).collect();
         if self.in_service() {
             orders.extend(self.terminal_orders());
         }
@@ -503,6 +513,9 @@ impl Node {
         if let Some(of_a_terminal) = self.terminal_reported(task_id, attempt, &verdict) {
             return of_a_terminal;
         }
+        if let Some(of_logins) = self.logins_reported(task_id, attempt, &verdict, ctx) {
+            return of_logins;
+        }
         if self.tasks.contains_key(&task_id) {
             return self.task_reported(task_id, attempt, verdict, output, ctx);
         }
@@ -551,9 +564,12 @@ impl Node {
 
     fn tenant_reported(&self, allocation_id: AllocationId, verdict: &Verdict) -> Step<Self> {
         match verdict {
-            Verdict::Succeeded { .. } => self
-                .with_phase(allocation_id, HoldPhase::Ready, "the agent set the tenant up")
-                .event(Event::TenantReady { node_id: self.id, allocation_id }),
+            Verdict::Succeeded { .. } => {
+                let step = self
+                    .with_phase(allocation_id, HoldPhase::Ready, "the agent set the tenant up")
+                    .event(Event::TenantReady { node_id: self.id, allocation_id });
+                self.logins_of_setup(step, allocation_id)
+            }
             // Devices stay held: what was done of it must be cleaned up, and that is the allocation's to ask.
             Verdict::Failed { code, message } => self
                 .with_phase(
@@ -635,7 +651,12 @@ impl Node {
         self.holds.get(&allocation_id).is_some_and(|hold| hold.phase == *phase)
     }
 
-    fn with_phase(&self, allocation_id: AllocationId, phase: HoldPhase, why: impl Into<String>) -> Step<Self> {
+    pub(super) fn with_phase(
+        &self,
+        allocation_id: AllocationId,
+        phase: HoldPhase,
+        why: impl Into<String>,
+    ) -> Step<Self> {
         let mut next = self.clone();
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
             hold.phase = phase;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod life;
+mod logins;
 mod recovery;
 mod tasks;
 mod tenants;
@@ -159,7 +160,7 @@ fn poll() -> Command {
 }
 
 fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Command {
-    Command::Reserve { allocation_id, gpu_count, keys: Vec::new() }
+    Command::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0 }
 }
 
 fn order_task(task_type: TaskType) -> Command {
@@ -392,6 +393,7 @@ impl Story {
         let Reply::Work { orders } = step.reply else { panic!("{:?}", step.reply) };
         let what = |order: Order| match order.what {
             What::Provision { .. } => "provision",
+            What::ReconcileLogins { .. } => "reconcile logins",
             What::Release { .. } => "release",
             What::OfNode { task_type, .. } => task_type.name(),
             What::OpenTerminal { .. } => "open terminal",

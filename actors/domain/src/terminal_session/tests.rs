@@ -257,3 +257,15 @@ proptest! {
         prop_assert_eq!(story.state(), "closed");
     }
 }
+
+#[test]
+fn a_session_that_went_with_its_agent_is_closed_by_that_nodes_word_alone() {
+    let mut story = Story::opened();
+    story.attach(token(1)).unwrap();
+    let stranger = Principal::Node(NodeId(Uuid::from_u128(0xBAD)));
+    assert_eq!(story.ask(&stranger, Command::Lose).unwrap_err(), Rejection::NotFound);
+    let lost = story.ask(&Principal::Node(NODE), Command::Lose).unwrap();
+    assert_eq!(lost.audit[0].metadata["fault"], AGENT_RESTARTED);
+    assert_eq!(story.reason(), Some(&CloseReason::Failed { code: AGENT_RESTARTED.to_owned() }));
+    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "failed".to_owned() });
+}

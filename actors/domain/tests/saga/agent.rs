@@ -2,7 +2,7 @@
 
 use domain::machine::Timestamp;
 use domain::node::{Order, Verdict, What};
-use domain::{AllocationId, TaskId};
+use domain::{AllocationId, SshKeyId, TaskId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A throw with which everything goes well.
@@ -24,6 +24,8 @@ pub(crate) struct Agent {
     pub(crate) tenants: BTreeMap<AllocationId, Vec<String>>,
     /// Those of them that were set up to the end.
     pub(crate) ready: BTreeSet<AllocationId>,
+    /// The keys that open them.
+    pub(crate) logins: BTreeMap<AllocationId, Vec<SshKeyId>>,
     /// How often each task took effect.
     pub(crate) effects: BTreeMap<(TaskId, u32), u32>,
 }
@@ -54,7 +56,7 @@ impl Agent {
         let verdict = match order.what {
             What::Provision { place, .. } if self.cleaned.contains(&place.allocation_id) => failed("cleaned_up_before"),
             What::Provision { .. } if now >= order.work.deadline_at => failed("too_late"),
-            What::Provision { place, .. } => {
+            What::Provision { place, keys } => {
                 *self.effects.entry(task).or_default() += 1;
                 let gpus = place.placed.devices.iter().map(|device| device.uuid.clone()).collect();
                 // Even where it fails, something may be there.
@@ -62,7 +64,24 @@ impl Agent {
                 if luck.is_multiple_of(4) {
                     failed("setup")
                 } else {
+                    self.logins.insert(place.allocation_id, keys.iter().map(|key| key.id).collect());
                     self.ready.insert(place.allocation_id);
+                    Verdict::Succeeded { proof: None }
+                }
+            }
+            // A tenant's tasks are done in the order in which they came.
+            What::ReconcileLogins { .. }
+                if self.done.range((task.0, task.1 + 1)..=(task.0, u32::MAX)).next().is_some() =>
+            {
+                failed("overtaken")
+            }
+            What::ReconcileLogins { place, keys } => {
+                *self.effects.entry(task).or_default() += 1;
+                if luck.is_multiple_of(5) || !self.tenants.contains_key(&place.allocation_id) {
+                    failed("reconcile")
+                } else {
+                    let ids = keys.iter().map(|key| key.id).collect();
+                    self.logins.insert(place.allocation_id, ids);
                     Verdict::Succeeded { proof: None }
                 }
             }
@@ -76,6 +95,7 @@ impl Agent {
                     2 => Verdict::Succeeded { proof: None },
                     _ => {
                         self.tenants.remove(&place.allocation_id);
+                        self.logins.remove(&place.allocation_id);
                         Verdict::Succeeded { proof: Some(place.allocation_id) }
                     }
                 }

@@ -105,6 +105,8 @@ impl World {
                     self.applied.insert((message.id, Uuid::max(), ""));
                 }
             }
+            Reaction::ResolveLogins { allocation_id, user_id } => self.resolve_logins(message, allocation_id, &user_id),
+            Reaction::TellLogins { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
             Reaction::Tenant { user_id, command } => {
                 if self.first(message, Uuid::nil(), "") {
                     self.tell_tenant(&user_id, command).unwrap();
@@ -119,6 +121,7 @@ impl World {
     /// begins; what happens meanwhile it does not see.
     fn place(&mut self, message: &Message, id: AllocationId) -> Done {
         let asked = self.allocations[&id].asked.clone();
+        let logins = self.allocations[&id].logins();
         match &message.placing {
             Placing::Admit => {
                 let hold = billing_account::Command::Hold {
@@ -140,6 +143,7 @@ impl World {
                     user_id: asked.user_id.clone(),
                     allocation_id: id,
                     scopes: AskedScopes { org_id: None, project_id: None, plan: None },
+                    logins_revision: logins.as_of,
                 };
                 if self.first(message, Uuid::nil(), "admit") {
                     match self.tell_tenant(&asked.user_id, command) {
@@ -170,8 +174,8 @@ impl World {
                 if !self.first(message, first.0, "reserve") {
                     return Done::Wholly;
                 }
-                let command =
-                    node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys: asked.ssh_keys };
+                let (keys, revision) = (logins.keys, logins.revision);
+                let command = node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys, revision };
                 match self.tell_node(*first, &Principal::system("provisioning"), command) {
                     Ok(_) => {
                         self.applied.insert((message.id, first.0, "reserve"));
@@ -183,6 +187,29 @@ impl World {
                     Err(other) => panic!("{other}"),
                 }
             }
+        }
+    }
+
+    /// The worker reads the tenant and the allocation, and says what the one comes to for the other.
+    fn resolve_logins(&mut self, message: &Message, id: AllocationId, user_id: &str) {
+        let chosen = self.allocations[&id].logins().chosen;
+        let Some(tenant) = self.tenants.get(user_id) else { return };
+        let (keys, logins_revision) = (tenant.logins(chosen.as_deref()), tenant.logins_revision);
+        if self.first(message, id.0, "") {
+            let command = allocation::Command::AdoptLogins { chosen, keys, logins_revision };
+            self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
+            self.applied.insert((message.id, id.0, ""));
+        }
+    }
+
+    /// The worker reads the allocation, and tells its node.
+    fn tell_logins(&mut self, message: &Message, id: AllocationId, node_id: NodeId) {
+        let logins = self.allocations[&id].logins();
+        if self.first(message, node_id.0, "") {
+            let command =
+                node::Command::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
+            self.tell_node(node_id, &Principal::system("provisioning"), command).unwrap();
+            self.applied.insert((message.id, node_id.0, ""));
         }
     }
 

@@ -46,6 +46,14 @@ pub(crate) enum Move {
         queue: u8,
         wish: u8,
     },
+    ChangeKeys {
+        user: u8,
+        how: u8,
+    },
+    ChooseLogins {
+        which: u8,
+        how: u8,
+    },
     Release {
         which: u8,
     },
@@ -123,7 +131,7 @@ impl Move {
             kind,
             &[
                 (28, &|| Self::Deliver { which: a, again: b < 64 }),
-                (20, &|| Self::DeliverAll),
+                (15, &|| Self::DeliverAll),
                 (8, &|| Self::Strand { which: a }),
                 (6, &|| Self::Find { which: a }),
                 (4, &|| Self::WorkerDies { which: a }),
@@ -131,7 +139,9 @@ impl Move {
                 (14, &|| Self::PassToTimer { slack: a % 4 }),
                 (6, &|| Self::TickAllocation { which: a }),
                 (2, &|| Self::TickNode { which: a }),
-                (24, &|| Self::Request { user: a, gpus: b, queue: c, wish: d }),
+                (20, &|| Self::Request { user: a, gpus: b, queue: c, wish: d }),
+                (5, &|| Self::ChangeKeys { user: a, how: b }),
+                (4, &|| Self::ChooseLogins { which: a, how: b }),
                 (14, &|| Self::Release { which: a }),
                 (5, &|| Self::RetryRelease { which: a }),
                 (4, &|| Self::ForceRelease { which: a }),

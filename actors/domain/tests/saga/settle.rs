@@ -25,6 +25,9 @@ impl World {
         self.come_to_rest("every allocation is had, or is over", |world| {
             world.allocations.values().all(|it| matches!(it.phase, Phase::Active { .. } | Phase::Released { .. }))
         });
+        self.come_to_rest("every node has written who may log in", |world| {
+            world.allocations.values().filter(|it| it.state() == "active").all(|it| world.logins_are_right(it))
+        });
         let had: Vec<AllocationId> =
             self.allocations.values().filter(|it| it.state() == "active").map(|it| it.id).collect();
         for id in had {
@@ -41,6 +44,16 @@ impl World {
         }
         self.the_books_add_up();
         self.come_back();
+    }
+
+    /// What the machine lets in is what the user has now, and wants.
+    fn logins_are_right(&self, allocation: &allocation::Allocation) -> bool {
+        let logins = allocation.logins();
+        let tenant = self.tenants.get(&allocation.asked.user_id);
+        let wanted = tenant.map(|it| it.logins(logins.chosen.as_deref())).unwrap_or_default();
+        let written = allocation.place().and_then(|(node_id, _)| self.agents[&node_id].logins.get(&allocation.id));
+        let wanted: Vec<_> = wanted.iter().map(|key| key.id).collect();
+        logins.keys.iter().map(|key| key.id).eq(wanted.iter().copied()) && written == Some(&wanted)
     }
 
     fn come_to_rest(&mut self, what: &str, rested: impl Fn(&Self) -> bool) {

@@ -290,6 +290,8 @@ impl World {
                 }
             }
             Move::Request { user, gpus, queue, wish } => self.request(user, gpus, queue, wish),
+            Move::ChangeKeys { user, how } => self.change_keys(user, how),
+            Move::ChooseLogins { which, how } => self.choose_logins(which, how),
             Move::Release { which } => {
                 if let Some(id) = self.pick_allocation(which, |_| true) {
                     self.release(id);
@@ -373,7 +375,9 @@ impl World {
             region_code: (wish % 8 == 7).then(|| "mars".into()),
             node_id: (wish % 8 == 6).then(|| self.node(wish)),
             gpu_count: 1 + u32::from(gpus) % (GPUS + 1),
-            ssh_keys: Vec::new(),
+            ssh_keys: self.tenants.get(&user_id).map(|tenant| tenant.logins(None)).unwrap_or_default(),
+            follows_default: true,
+            logins_revision: self.tenants.get(&user_id).map_or(0, |tenant| tenant.logins_revision),
             isolation_model: "user-revoke".into(),
             price: Price::new("EUR", 100).unwrap(),
             queue_seconds: queue.is_multiple_of(3).then_some(u32::from(queue) / 4),
@@ -381,6 +385,43 @@ impl World {
         };
         let command = allocation::Command::Request(Box::new(request));
         self.tell_allocation(id, &person(&user_id, Role::User), command).unwrap();
+    }
+
+    /// A user adds a key, deletes one, or makes another the default.
+    fn change_keys(&mut self, user: u8, how: u8) {
+        let user_id = format!("user-{}", user % USERS);
+        let keys: Vec<_> = self.tenants.get(&user_id).iter().flat_map(|it| it.keys.keys()).copied().collect();
+        let nth = keys.get(usize::from(how / 3) % keys.len().max(1)).copied();
+        let command = match (how % 3, nth) {
+            (1, Some(key)) => tenant::Command::DeleteKey { key },
+            (2, Some(key)) => tenant::Command::MakeDefault { key },
+            _ => {
+                let n = self.next();
+                tenant::Command::AddKey {
+                    user_id: user_id.clone(),
+                    name: format!("key {n}"),
+                    key_type: "ssh-ed25519".into(),
+                    public_key: format!("ssh-ed25519 {n}"),
+                    fingerprint: format!("SHA256:{n}"),
+                }
+            }
+        };
+        self.tell_tenant(&user_id, command).unwrap();
+    }
+
+    /// The user chooses keys for one allocation, having read which there are; one that was read too long ago is refused.
+    fn choose_logins(&mut self, which: u8, how: u8) {
+        let Some(id) = self.pick_allocation(which, |_| true) else { return };
+        let user_id = self.allocations[&id].asked.user_id.clone();
+        let Some(tenant) = self.tenants.get(&user_id) else { return };
+        let chosen = (!how.is_multiple_of(4)).then(|| tenant.keys.keys().take(usize::from(how % 4)).copied().collect());
+        let chosen: Option<Vec<_>> = chosen;
+        let (keys, logins_revision) = (tenant.logins(chosen.as_deref()), tenant.logins_revision);
+        let command = allocation::Command::ChooseLogins { chosen, keys, logins_revision };
+        match self.tell_allocation(id, &person(&user_id, Role::User), command) {
+            Ok(()) | Err(allocation::Rejection::WrongState { .. } | allocation::Rejection::KeysMoved) => {}
+            Err(other) => panic!("{other}"),
+        }
     }
 
     pub(crate) fn release(&mut self, id: AllocationId) {

@@ -115,7 +115,10 @@ fn of_an_allocation() {
         Command::ProvisionFailed { node_id: NODE, reason: text() },
         Command::Cleaned { node_id: NODE, attempt: 3 },
         Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text() },
-        Command::StillCounted,
+        Command::StillCounted { logins_revision: 3 },
+        Command::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 },
+        Command::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 },
+        Command::LoginsWritten { node_id: NODE, revision: 2 },
         Command::Tick,
     ];
     let rejections = [
@@ -124,6 +127,8 @@ fn of_an_allocation() {
         Rejection::WrongState { state: "active".into(), command: "request".into() },
         Rejection::GpuCount { max: 64 },
         Rejection::QueueSeconds { max: i64::MAX },
+        Rejection::KeyUnknown { id: SshKeyId(ALLOCATION) },
+        Rejection::KeysMoved,
     ];
     let replies = [reply, Box::new(provisioning), Box::new(active), Box::new(releasing)];
     survives::<Allocation>(commands, replies, rejections);
@@ -224,7 +229,8 @@ fn node_commands() -> Vec<node::Command> {
             verdict: Verdict::Succeeded { proof: Some(TENANT) },
             output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
         },
-        Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys },
+        Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1 },
+        Command::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys },
         Command::Unreserve { allocation_id: TENANT },
         Command::Provision { allocation_id: TENANT, deadline_at: at() },
         Command::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() },
@@ -280,6 +286,11 @@ fn of_a_node() {
     let hold = node::Hold {
         placed: placed(),
         keys: request().ssh_keys,
+        logins: node::HeldLogins {
+            revision: 2,
+            written: 1,
+            order: Some(node::LoginOrder { work: work.clone(), since: at(), due_at: at(), rests_until: Some(at()) }),
+        },
         phase: node::HoldPhase::Releasing { work: work.clone() },
         again: None,
         terminals: std::collections::BTreeMap::new(),
@@ -296,6 +307,7 @@ fn of_a_node() {
     let orders = vec![
         order(What::Release { place: place() }),
         order(What::Provision { place: place(), keys: request().ssh_keys }),
+        order(What::ReconcileLogins { place: place(), keys: request().ssh_keys }),
         order(What::OfNode { task_type: TaskType::NodeValidate, boot_id: None }),
     ];
     let replies = [
@@ -378,7 +390,14 @@ fn of_a_tenant() {
         add,
         Command::DeleteKey { key: ssh_key },
         Command::MakeDefault { key: ssh_key },
-        Command::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes },
+        Command::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 },
+        Command::ExpectTerminal {
+            user_id: "ann".into(),
+            allocation_id: TENANT,
+            session: domain::TerminalSessionId(ALLOCATION),
+            there: [domain::TerminalSessionId(Uuid::nil())].into(),
+            scopes,
+        },
         Command::Forget { allocation_id: TENANT },
         Command::ExpectAccount {
             user_id: "ann".into(),
@@ -394,6 +413,7 @@ fn of_a_tenant() {
         Rejection::TooManyKeys { limit: 100 },
         Rejection::OverQuota { limit: 50 },
         Rejection::TooManyServiceAccounts { limit: 20 },
+        Rejection::TooManyTerminals { limit: 8 },
     ];
     survives::<Tenant>(commands, [reply, Reply::Done], rejections);
 }

@@ -107,6 +107,8 @@ pub(in crate::api) struct SshView {
     host_key_fingerprint: Option<String>,
     /// Of the keys that open it, in OpenSSH's `SHA256:` form.
     key_fingerprints: Vec<String>,
+    /// False while the node has still to write the keys after a change: until then those of before open it.
+    keys_written: bool,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -203,7 +205,8 @@ impl SshView {
                 port: placed.port,
                 username: placed.user_name.clone(),
                 host_key_fingerprint: placed.host_fingerprint.clone(),
-                key_fingerprints: it.asked.ssh_keys.iter().map(|key| key.fingerprint.clone()).collect(),
+                key_fingerprints: it.logins().keys.into_iter().map(|key| key.fingerprint).collect(),
+                keys_written: matches!(it.phase, Phase::Active { .. }) && !it.logins().are_pending(),
             }),
             Phase::Requested { .. }
             | Phase::Releasing { .. }

@@ -224,7 +224,12 @@ impl TaskView {
                 (TaskType::AllocationRelease, TaskState::Open, work)
             }
             HoldPhase::ReleaseFailed { work } => (TaskType::AllocationRelease, TaskState::Failed, work),
-            HoldPhase::Reserved | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => return None,
+            HoldPhase::Ready => {
+                let order = hold.logins.order.as_ref()?;
+                let state = if order.rests_until.is_some() { TaskState::Failed } else { TaskState::Open };
+                (TaskType::SshKeysReconcile, state, &order.work)
+            }
+            HoldPhase::Reserved | HoldPhase::SetupFailed { .. } => return None,
         };
         let Work { task_id, attempt, ordered_at, deadline_at, .. } = *work;
         Some(Self {

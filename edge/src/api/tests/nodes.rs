@@ -131,7 +131,7 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
     assert_eq!(active.body["agent"]["protocol"], 3);
 
     let allocation_id = AllocationId(Uuid::now_v7());
-    world.tell::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new() }).await;
+    world.tell::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
     let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
     world.tell::<Node>(id.0, Command::Provision { allocation_id, deadline_at }).await;
     let in_use = order("retire", because()).await;

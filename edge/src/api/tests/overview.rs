@@ -23,8 +23,12 @@ async fn the_overview_counts_what_there_is_and_what_could_be_rented() {
     let retired = world.active_node("h100x4", 4).await;
     let removed = world.active_node("h100x4", 4).await;
     let small = world.active_node("h100x2", 2).await;
-    let reserve =
-        |n| Command::Reserve { allocation_id: AllocationId(Uuid::from_u128(n)), gpu_count: 1, keys: Vec::new() };
+    let reserve = |n| Command::Reserve {
+        allocation_id: AllocationId(Uuid::from_u128(n)),
+        gpu_count: 1,
+        keys: Vec::new(),
+        revision: 0,
+    };
     world.tell::<Node>(rented.0, reserve(1)).await;
     world.tell::<Node>(rented.0, reserve(2)).await;
     world.tell::<Node>(small.0, reserve(3)).await;

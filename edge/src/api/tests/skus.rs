@@ -263,8 +263,12 @@ async fn a_sku_in_use_is_deactivated_with_an_impact_review_and_a_rollback_plan()
     assert_eq!(in_use().await, (0, 0));
     let node = world.active_node("h100x4", 4).await;
     assert_eq!(in_use().await, (1, 0));
-    let reserve =
-        node::Command::Reserve { allocation_id: AllocationId(Uuid::from_u128(5)), gpu_count: 2, keys: Vec::new() };
+    let reserve = node::Command::Reserve {
+        allocation_id: AllocationId(Uuid::from_u128(5)),
+        gpu_count: 2,
+        keys: Vec::new(),
+        revision: 0,
+    };
     world.tell::<Node>(node.0, reserve).await;
     assert_eq!(in_use().await, (1, 1));
     assert_eq!(refused(&given).await, "rollback_plan");

@@ -1,7 +1,8 @@
 //! A user's SSH keys.
 
-use super::world::{ANNS_KEY, World};
+use super::world::{ANNS_KEY, Placing, World};
 use axum::http::Method;
+use domain::allocation::{Allocation, Command};
 use serde_json::{Value, json};
 
 const SECOND: &str = "ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAABBBBME4DMtcCQzfrvuQU5iY9qIMAkq4TTFoGh0T21WpxVhwbP1FyKF70/N2AKNDD5TSMddiGmDlrhfM0U5a41GC1g=";
@@ -57,4 +58,97 @@ async fn a_user_keeps_keys_and_has_one_default() {
     assert_eq!(world.call(Method::DELETE, &path).user("ann").send().await.status, 204);
     let left = keys(&world, "").await;
     assert_eq!((left["items"].as_array().unwrap().len(), &left["items"][0]["is_default"]), (1, &json!(true)));
+}
+
+async fn add(world: &World, user: &str, name: &str, key: &str) -> String {
+    let body = json!({"name": name, "public_key": key});
+    let added = world.post("/api/v1/ssh-keys").user(user).json(&body).send().await;
+    added.is(201)["id"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn keys_with_options_or_newlines_of_weak_kinds_and_private_ones_are_refused_by_name() {
+    let world = World::new().await;
+    let weak_rsa = "ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAAAgQC7Vd0S3YxLhY0W5h8yM7cXo9sYv3hX1xvZ2Q8nC0mZ0w==";
+    for (what, key) in [
+        ("an option", format!("command=\"/bin/sh\" {ANNS_KEY}")),
+        ("an environment", format!("environment=\"PATH=/tmp\" {ANNS_KEY}")),
+        ("a second line", format!("{ANNS_KEY}\n{ANNS_KEY}")),
+        ("a carriage return", format!("{ANNS_KEY}\rssh-ed25519 AAAA")),
+        ("a NUL", format!("{ANNS_KEY}\0")),
+        ("DSA", "ssh-dss AAAAB3NzaC1kc3MAAACBAJ8=".into()),
+        ("a short RSA key", weak_rsa.into()),
+        ("a certificate", ANNS_KEY.replacen("ssh-ed25519", "ssh-ed25519-cert-v01@openssh.com", 1)),
+        (
+            "a private key",
+            "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaA==\n-----END OPENSSH PRIVATE KEY-----\n".into(),
+        ),
+        ("another type than it says", ANNS_KEY.replacen("ssh-ed25519", "ssh-rsa", 1)),
+        ("nothing", String::new()),
+    ] {
+        let answer =
+            world.post("/api/v1/ssh-keys").user("ann").json(&json!({"name": "k", "public_key": key})).send().await;
+        answer.refused(400, "invalid_request");
+        let said = answer.body["message"].as_str().unwrap();
+        // A NUL is refused before anybody looks for whose it is.
+        assert!(said.contains("public_key") || what == "a NUL", "{what}: {said}");
+        assert!(!answer.body.to_string().contains("b3BlbnNzaA"), "{what}: {said}");
+    }
+    assert_eq!(keys(&world, "").await["items"], json!([]));
+}
+
+#[tokio::test]
+async fn the_keys_of_one_allocation_are_chosen_by_its_user_or_an_administrator_from_the_users_own() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let first = add(&world, "ann", "laptop", ANNS_KEY).await;
+    let second = add(&world, "ann", "desk", SECOND).await;
+    let bobs = add(&world, "bob", "bobs", ANNS_KEY).await;
+    let wanted = json!({"sku": "h100x4", "gpu_count": 1});
+    let made = world.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
+    let id: uuid::Uuid = made.is(201)["id"].as_str().unwrap().parse().unwrap();
+    world.tell::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    let path = format!("/api/v1/allocations/{id}/ssh-keys");
+    let choose = |keys: Value| world.call(Method::PUT, &path).json(&json!({"ssh_key_ids": keys}));
+
+    let chosen = choose(json!([second])).user("ann").send().await;
+    let ssh = &chosen.is(200)["ssh"];
+    assert_eq!((ssh["key_fingerprints"].as_array().unwrap().len(), &ssh["keys_written"]), (1, &json!(false)));
+    let told = Command::LoginsWritten { node_id: node, revision: 1 };
+    world.tell::<Allocation>(id, told).await;
+    let seen = world.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
+    assert_eq!(seen.is(200)["ssh"]["keys_written"], true);
+    // The same again is the same.
+    let again = choose(json!([second])).user("ann").send().await;
+    assert_eq!(
+        (again.is(200)["generation"].clone(), &again.body["ssh"]["keys_written"]),
+        (seen.body["generation"].clone(), &json!(true))
+    );
+    assert_eq!(
+        choose(json!([first, second])).admin().send().await.is(200)["ssh"]["key_fingerprints"]
+            .as_array()
+            .unwrap()
+            .len(),
+        2
+    );
+    assert_eq!(choose(json!([])).user("ann").send().await.is(200)["ssh"]["key_fingerprints"], json!([]));
+    let default = choose(Value::Null).user("ann").send().await;
+    assert_eq!(
+        default.is(200)["ssh"]["key_fingerprints"],
+        json!(["SHA256:awLufrjqBI9Fx8fOe4VPSG8EbAofMyKsZudqfQggrNU"])
+    );
+
+    choose(json!([first])).user("bob").send().await.refused(404, "not_found");
+    for foreign in [json!([bobs]), json!([first, uuid::Uuid::nil()])] {
+        let refused = choose(foreign).user("ann").send().await;
+        assert_eq!(refused.refused(400, "invalid_request")["field"], "ssh_key_ids");
+    }
+    let many: Vec<_> = (0..33).map(uuid::Uuid::from_u128).collect();
+    choose(json!(many)).user("ann").send().await.refused(400, "invalid_request");
+    choose(json!("all")).user("ann").send().await.refused(400, "invalid_request");
+    world.call(Method::PUT, &path).user("ann").json(&json!({})).send().await.refused(400, "invalid_request");
+    world.post(&format!("/api/v1/allocations/{id}/release")).user("ann").send().await.is(202);
+    choose(json!([first])).user("ann").send().await.refused(409, "state_conflict");
 }

@@ -75,6 +75,7 @@ fn node() -> Node {
         host_fingerprint: None,
     };
     let hold = Hold {
+        logins: domain::node::HeldLogins::default(),
         placed,
         keys: Vec::new(),
         phase: HoldPhase::Releasing { work },

@@ -185,7 +185,8 @@ async fn a_protocol_that_is_not_spoken_here_is_told_the_range() {
     let node_id = world.register().await;
     let token = world.token(node_id, None).await;
     let agent = world.enrolled().await;
-    for protocol in [json!(0), json!(4), json!(70_000)] {
+    let (oldest, newest) = (wire::OLDEST_PROTOCOL, wire::PROTOCOL);
+    for protocol in [json!(0), json!(oldest - 1), json!(newest + 1), json!(70_000)] {
         let mut enrolling = body(&token);
         enrolling["protocol"] = protocol.clone();
         enrolling["a_field_of_the_future"] = 1.into();
@@ -193,11 +194,11 @@ async fn a_protocol_that_is_not_spoken_here_is_told_the_range() {
         beat["protocol"] = protocol;
         for answer in [world.enroll(node_id, &enrolling).await, agent.post(&world, "heartbeat", &beat).await] {
             let details = answer.refused(426, "upgrade_required");
-            assert_eq!((&details["oldest_protocol"], &details["newest_protocol"]), (&json!(1), &json!(3)));
+            assert_eq!((&details["oldest_protocol"], &details["newest_protocol"]), (&json!(oldest), &json!(newest)));
         }
     }
     let mut old = body(&token);
-    old["protocol"] = 1.into();
+    old["protocol"] = oldest.into();
     world.enroll(node_id, &old).await.is(201);
 }
 

@@ -196,7 +196,7 @@ async fn a_body_that_is_not_in_order_is_told_its_field() {
         assert_eq!(answer.refused(400, "invalid_request")["field"], field);
     }
     let mut old = good.clone();
-    old["protocol"] = 4.into();
+    old["protocol"] = (wire::PROTOCOL + 1).into();
     machine.send_json(&world, &old).await.refused(426, "upgrade_required");
     machine.send_json(&world, &good).await.is(200);
 }

@@ -1,0 +1,334 @@
+//! What a terminal must not become: somebody else's, root's, endless, or a way to fill the machines in between.
+
+use crate::system_executor::{onboarded, rent};
+use nix::sys::signal::Signal;
+use reqwest::Method;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tests::world::terminal::Terminal;
+use tests::world::{PATIENCE, Rented, World};
+use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::protocol::frame::Frame;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::{Data, OpCode};
+use uuid::Uuid;
+
+const SHORT: Duration = Duration::from_millis(200);
+
+async fn rented(world: &mut World) -> (tests::world::OnboardedNode, Rented) {
+    let node = world.node("h100").await;
+    let allocation = world.rent("h100", 1).await;
+    allocation.expect_state("active").await;
+    (node, allocation)
+}
+
+async fn expect_closed(by: &tests::world::client::Client, session: Uuid) -> Value {
+    let path = format!("/api/v1/admin/terminal-sessions/{session}");
+    by.wait_until(&path, "the session is closed", |session| session["state"] == "closed").await
+}
+
+/// What a command in the terminal prints between two marks of the test's.
+async fn said(terminal: &mut Terminal, command: &str) -> String {
+    let mark = format!("{:x}", rand::random::<u32>());
+    let (first, last) = mark.split_at(mark.len() / 2);
+    let before = terminal.shown.len();
+    terminal.enter(&format!("echo {first}''{last}; {command}; echo {first}''{last}\n")).await;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let text = String::from_utf8_lossy(&terminal.shown[before..]).into_owned();
+        let parts: Vec<&str> = text.split(mark.as_str()).collect();
+        if let [_, said, _] = parts.as_slice() {
+            return said.replace('\r', "").trim().to_owned();
+        }
+        assert!(Instant::now() < until && terminal.closed.is_none(), "{command}: {text}");
+        terminal.hear(SHORT).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shell_on_a_machine_of_its_own_is_the_tenants_in_everything_and_goes_with_the_allocation() {
+    let mut world = World::start().await;
+    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
+    let (allocation, active, user) = rent(&world, &node, 1).await;
+    let (mut terminal, session) = world.terminal(allocation.id).await;
+    terminal.enter("stty -echo; PS1=; PROMPT_COMMAND=\n").await;
+    let uid = machine.run(&format!("id -u {user}")).trim().to_owned();
+    assert_eq!(
+        said(&mut terminal, "id -un; id -u; id -G; pwd; echo $HOME").await,
+        format!("{user}\n{uid}\n{uid}\n/home/{user}\n/home/{user}")
+    );
+    // In no id, saved or effective, and with no capability of root's.
+    let status =
+        said(&mut terminal, "grep -E '^(Uid|Gid|Groups|CapEff|CapPrm)' /proc/self/status | tr -s '\\t ' ' '").await;
+    let expected = format!("Uid: {uid} {uid} {uid} {uid}\nGid: {uid} {uid} {uid} {uid}");
+    assert!(status.starts_with(&expected), "{status}");
+    assert!(
+        status.lines().filter(|line| line.starts_with("Cap")).all(|line| line.ends_with(" 0000000000000000")),
+        "{status}"
+    );
+    assert_eq!(said(&mut terminal, "stat -c %U $(tty)").await, user);
+    // The allowlist of sudo, and nothing more.
+    let may = said(&mut terminal, "sudo -n -l").await;
+    let commands: Vec<&str> = may.lines().filter_map(|line| line.trim().strip_prefix("(root) NOPASSWD: ")).collect();
+    assert_eq!(commands, ["/bin/sleep"], "{may}");
+    assert_eq!(said(&mut terminal, "sudo -n id >/dev/null 2>&1 || echo refused").await, "refused");
+    let held = active["devices"][0]["index"].as_u64().unwrap();
+    let other = (held + 1) % 4;
+    let opens =
+        format!("for n in {held} {other}; do cat /dev/nvidia$n >/dev/null 2>&1 && echo opens || echo closed; done");
+    assert_eq!(said(&mut terminal, &opens).await, "opens\nclosed");
+    assert_eq!(said(&mut terminal, "env | grep -c -e SVC_ -e ENROLLMENT").await, "0");
+    // Where the machine has a slice for it, the shell is in it.
+    if machine.view().at("/run/systemd/system").is_dir() {
+        let cgroup = said(&mut terminal, "cat /proc/self/cgroup").await;
+        assert!(cgroup.contains(&format!("user-{uid}.slice")), "{cgroup}");
+    }
+    terminal.enter("setsid sh -c 'trap \"\" HUP TERM; while :; do sleep 1; done' & disown; echo st''arted\n").await;
+    terminal.shows("started").await;
+    allocation.release().await;
+    assert_eq!(terminal.close_code().await, 4403);
+    allocation.expect_state("released").await;
+    let closed = expect_closed(&world.admin, session).await;
+    assert_eq!(closed["close_reason"], "allocation_ended", "{closed}");
+    assert_eq!(machine.run(&format!("ps -o pid= -u {uid} || true")).trim(), "", "its processes are gone");
+    assert!(machine.stop_agent().is_some_and(|status| status.success()));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_is_killed_or_stopped_tells_its_terminals_and_they_cannot_be_resumed() {
+    let mut world = World::plan().replicas(2).start().await;
+    let (node, allocation) = rented(&mut world).await;
+    for kill in [true, false] {
+        let (mut terminal, session) = world.terminal(allocation.id).await;
+        terminal.enter("echo re''ady\n").await;
+        terminal.shows("ready").await;
+        let since = if kill {
+            world.kill9_agent(&node);
+            let since = Instant::now();
+            world.restart_agent(&node);
+            since
+        } else {
+            let since = Instant::now();
+            world.mend_agent(&node, &[]).await;
+            since
+        };
+        assert_eq!(terminal.close_code().await, 1011, "{:?}", terminal.closed);
+        eprintln!("told {:?} after its agent was {}", since.elapsed(), if kill { "started anew" } else { "stopped" });
+        let closed = expect_closed(&world.admin, session).await;
+        assert_eq!(closed["close_reason"], "failed", "{closed}");
+        let rows = world.audit_of(session).await;
+        let (actor, action, metadata, _) = rows.last().unwrap();
+        assert_eq!((actor, action.as_str()), (&format!("node:{}", node.id), "terminals.close"));
+        assert_eq!(metadata["fault"], "agent_restarted", "{metadata}");
+        world.try_ticket(&world.user, allocation.id, Some(session)).await.refused(409, "state_conflict");
+    }
+    // And another opens.
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    terminal.enter("echo ag''ain\n").await;
+    terminal.shows("again").await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_fifty_sessions_at_once_as_many_open_as_the_policy_admits_and_administrators_see_and_end_them() {
+    let mut world = World::plan().replicas(2).policy("terminal.sessions_per_allocation", 3).start().await;
+    let (_, allocation) = rented(&mut world).await;
+    let path = format!("/api/v1/allocations/{}/terminal-tokens", allocation.id);
+    let asking = (0..50).map(|n| {
+        let (client, path) = (world.at_replica(n % 2, "user"), path.clone());
+        tokio::spawn(async move { client.once(Method::POST, &path, Some(&json!({}))).await })
+    });
+    let answers = futures::future::join_all(asking.collect::<Vec<_>>()).await;
+    let mut sessions = Vec::new();
+    for answer in answers {
+        let answer = answer.unwrap();
+        match answer.status.as_u16() {
+            201 => {
+                world.keep_secret("a terminal token", answer.body["token"].as_str().unwrap());
+                sessions.push(answer.body["session_id"].as_str().unwrap().to_owned());
+            }
+            _ => {
+                answer.refused(409, "state_conflict");
+                assert_eq!(answer.body["details"]["policy_key"], "terminal.sessions_per_allocation", "{answer}");
+            }
+        }
+    }
+    assert_eq!(sessions.len(), 3);
+
+    let list = "/api/v1/admin/terminal-sessions?state=opened&limit=2";
+    world.user.once(Method::GET, list, None).await.refused(403, "forbidden");
+    let first = world.admin.get(list).await.ok();
+    let token = first["next_page"].as_str().expect("there is another page");
+    let second = world.admin.get(&format!("{list}&page_token={token}")).await.ok();
+    assert_eq!(second["next_page"], Value::Null);
+    let pages = [&first, &second].map(|page| page["items"].as_array().unwrap().clone()).concat();
+    let mut listed: Vec<_> = pages.iter().map(|item| item["id"].as_str().unwrap().to_owned()).collect();
+    listed.sort_unstable();
+    sessions.sort_unstable();
+    assert_eq!(listed, sessions);
+    let kill = format!("/api/v1/admin/terminal-sessions/{}/kill", sessions[0]);
+    world.admin.post(&kill, &json!({ "reason": "a test wants it" })).await.ok();
+    let rows = world.audit_of(sessions[0].parse().unwrap()).await;
+    let (actor, action, metadata, correlation_id) = rows.last().unwrap();
+    assert!(actor.starts_with("user:") && action == "terminals.kill" && !correlation_id.is_empty(), "{rows:?}");
+    assert_eq!(metadata["reason"], "a test wants it");
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_ends_at_its_lifetime_though_its_users_gateway_has_stopped() {
+    let mut world = World::plan().replicas(2).policy("terminal.session_max_ttl_seconds", 60).start().await;
+    let (node, allocation) = rented(&mut world).await;
+    let ticket = world.ticket(&world.user.clone(), allocation.id, None).await;
+    let mut terminal = world.gateway_at(0).open(&ticket.token, None).await;
+    terminal.attached().await;
+    terminal.enter("echo $$ > $HOME/shell; echo writ''ten\n").await;
+    terminal.shows("written").await;
+    world.signal_replica(0, Signal::SIGSTOP);
+    let path = format!("/api/v1/admin/terminal-sessions/{}", ticket.session);
+    let elsewhere = world.at_replica(1, "admin");
+    let over = |session: &Value| session["state"] == "closed";
+    let closed = elsewhere.wait_within(Duration::from_secs(90), &path, "the session is over", over).await;
+    assert_eq!(closed["close_reason"], "lifetime", "{closed}");
+    let shell = world.agent_folder(&node).join(format!("state/allocations/{}/home/shell", allocation.id));
+    let shell = std::fs::read_to_string(shell).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while Path::new("/proc").join(shell.trim()).exists() {
+        assert!(Instant::now() < until, "the shell {shell} lives on");
+        tokio::time::sleep(SHORT).await;
+    }
+    world.signal_replica(0, Signal::SIGCONT);
+    assert_eq!(terminal.close_code().await, 4408);
+    world.settled().await;
+    world.end().await;
+}
+
+/// Resident memory, in KiB.
+fn memory_of(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn yes_to_a_reader_who_stops_reading_altogether_fills_neither_gateway_nor_agent() {
+    let mut world = World::start().await;
+    let (node, allocation) = rented(&mut world).await;
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    terminal.enter("yes\n").await;
+    terminal.shows("y\r\ny\r\n").await;
+    // From here on nothing is taken off the socket.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let pids = [world.replicas[0].pid().unwrap(), world.agent_pid(&node)];
+    let before = pids.map(memory_of);
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let after = pids.map(memory_of);
+    eprintln!("KiB of gateway and agent: {before:?}, then {after:?}");
+    for (before, after) in before.into_iter().zip(after) {
+        // A `yes` that is read fills this in a tenth of a second.
+        assert!(after < before + 8 * 1024, "{before} KiB became {after} KiB");
+    }
+    drop(terminal);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn frames_of_a_gigabyte_and_fragments_without_end_are_cut_off_by_their_beginning() {
+    let mut world = World::start().await;
+    let (_, allocation) = rented(&mut world).await;
+    let replica = world.replicas[0].pid().unwrap();
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    let before = memory_of(replica);
+    // A masked binary frame that says it is 1 GiB long (RFC 6455, section 5.2).
+    let mut huge = vec![0x82, 0xff];
+    huge.extend_from_slice(&(1_u64 << 30).to_be_bytes());
+    huge.extend_from_slice(&[1, 2, 3, 4]);
+    terminal.send_raw(&huge).await;
+    assert_eq!(terminal.close_code().await, 1009, "its length is enough");
+
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    let mut sent = 0;
+    for n in 0..10_000 {
+        let opcode = OpCode::Data(if n == 0 { Data::Binary } else { Data::Continue });
+        let fragment = Frame::message(vec![b'x'; 4096], opcode, false);
+        if terminal.send(Message::Frame(fragment)).await.is_err() {
+            break;
+        }
+        sent += 4096;
+    }
+    assert!([1009, 1006].contains(&terminal.close_code().await), "{:?}", terminal.closed);
+    let after = memory_of(replica);
+    eprintln!("{sent} bytes of fragments were sent; the gateway has {before} KiB, then {after} KiB");
+    assert!(after < before + 16 * 1024);
+
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    let rubbish: String = (0_u8..128).map(char::from).collect();
+    terminal.send(Message::Text(rubbish.into())).await.unwrap();
+    assert_eq!(terminal.close_code().await, 1008);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_of_one_session_opens_no_other_whoever_rented_it() {
+    let mut world = World::start().await;
+    let (_, allocation) = rented(&mut world).await;
+    world.node("h100").await;
+    let foreign =
+        world.other_user.post("/api/v1/allocations", &json!({ "sku": "h100", "gpu_count": 1 })).await.created();
+    let foreign = Rented::new(tests::world::id_of(&foreign), world.other_user.clone());
+    foreign.expect_state("active").await;
+    let mine = world.ticket(&world.user.clone(), allocation.id, None).await;
+    let theirs = world.ticket(&world.other_user.clone(), foreign.id, None).await;
+    let secret = mine.token.rsplit_once('.').unwrap().0;
+    let crossed = format!("{secret}.{}", theirs.session.simple());
+    assert_eq!(world.gateway().open(&crossed, None).await.close_code().await, 4401);
+    // A session of another allocation is none of this one.
+    world.try_ticket(&world.user, allocation.id, Some(theirs.session)).await.refused(404, "not_found");
+    // Neither token was spent by it.
+    for ticket in [mine, theirs] {
+        world.gateway().open(&ticket.token, None).await.attached().await;
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_stream_that_breaks_in_the_middle_goes_on_after_the_last_event_that_was_heard() {
+    let mut world = World::plan().replicas(2).start().await;
+    let (_, allocation) = rented(&mut world).await;
+    let path = format!("{}/events", allocation.path());
+    let heard = async |by: &tests::world::client::Client, after: Option<&str>, until: &str| {
+        let mut request = by.request(Method::GET, &path);
+        if let Some(after) = after {
+            request = request.header("Last-Event-ID", after);
+        }
+        let mut answer = request.send().await.unwrap();
+        assert_eq!(answer.status().as_u16(), 200);
+        let mut text = String::new();
+        // The connection is dropped with the answer, in the middle of what it would still say.
+        while !text.contains(&format!("\"state\":\"{until}\"")) {
+            let chunk = tokio::time::timeout(PATIENCE, answer.chunk()).await.expect("something is said").unwrap();
+            text.push_str(std::str::from_utf8(&chunk.expect("it goes on")).unwrap());
+        }
+        let field = |name: &str| -> Vec<String> {
+            text.lines().filter_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_owned()).collect()
+        };
+        let states: Vec<String> = field("data:")
+            .iter()
+            .map(|data| serde_json::from_str::<Value>(data).unwrap()["state"].as_str().unwrap().to_owned())
+            .collect();
+        (field("id:"), states)
+    };
+    let (ids, states) = heard(&world.at_replica(0, "user"), None, "active").await;
+    assert_eq!(states, ["requested", "provisioning", "active"]);
+    // Its replica dies, what happens happens unheard, and another replica goes on.
+    world.kill9_replica(0);
+    let elsewhere = world.at_replica(1, "user");
+    allocation.seen_by(&elsewhere).release().await;
+    let (more, rest) = heard(&elsewhere, ids.last().map(String::as_str), "released").await;
+    assert_eq!(rest, ["releasing", "released"]);
+    let number = |id: &String| id.parse::<i64>().unwrap();
+    assert!(number(&more[0]) > number(ids.last().unwrap()), "{ids:?} and {more:?}");
+    world.restart_replica(0).await;
+    world.end().await;
+}
