@@ -251,7 +251,8 @@ without_daemons() {
     rm -f "$policy"
 }
 
-# What the tests need beside that: a browser, sudo, systemd's analyzer, curl, Python for the contract's tools, and the proxies of deploy/ingress.
+# What the tests need beside that: a browser, sudo, systemd's analyzer, curl, other shells, Python for the contract's tools, and the proxies of
+# deploy/ingress.
 ensure_test_tools() {
     local missing=()
     have chromium || have chromium-browser || have google-chrome || missing+=(chromium)
@@ -259,6 +260,9 @@ ensure_test_tools() {
     [ -x /usr/sbin/sshd ] || missing+=(openssh-server openssh-client)
     have visudo || missing+=(sudo)
     have systemd-analyze || missing+=(systemd)
+    # Shells that must understand gpuctl's completions.
+    have zsh || missing+=(zsh)
+    have fish || missing+=(fish)
     # The README's recipes, which are followed word by word.
     have curl || missing+=(curl)
     need_python

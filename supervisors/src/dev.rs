@@ -307,6 +307,10 @@ impl Dev {
         lines.push(format!("  trust anchor       {}", self.authority.certificate_path().display()));
         lines.push(format!("  logs               {}", self.logs.display()));
         lines.push(format!("  for a shell        . {}", self.env_file.path().display()));
+        // Built by deploy/up with everything else; README, "By command line".
+        if let Ok(gpuctl) = files::find_beside(&self.agent_settings.executable, "gpuctl") {
+            lines.push(format!("  command line       {}", gpuctl.display()));
+        }
         lines.push("\nUp until Ctrl-C.".to_owned());
         say(&lines.join("\n"));
     }
@@ -371,6 +375,7 @@ pub fn variables(
     let pids = replicas.iter().filter_map(Replica::pid).map(|pid| pid.to_string());
     env.set_all("SVC_REPLICA_PID", None, pids);
     env.set("SVC_AUTH_URL", identity.auth_url());
+    env.set("SVC_OIDC_ISSUER", identity.issuer());
     env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
     env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
     // What a proxy in front of them can show.

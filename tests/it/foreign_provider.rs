@@ -137,26 +137,55 @@ impl Browser {
 
     /// Logs in, consents, and comes back with the code.
     async fn through_the_pages(&mut self, begin: Url, login: &str) -> Url {
+        match self.walk(begin, login, BACK).await {
+            Walked::Back(url) => url,
+            Walked::Page(page) => panic!("no form that asks for anything: {page}"),
+        }
+    }
+
+    /// From form to form, until it leads back or nothing is asked any more.
+    async fn walk(&mut self, begin: Url, login: &str, back: &str) -> Walked {
         let mut at = begin;
         let mut answer = self.get(at.as_str()).await;
-        for _ in 0..12 {
+        for _ in 0..16 {
             let (leads_to, page) = answer;
             if let Some(leads_to) = leads_to {
                 at = at.join(&leads_to).unwrap();
-                if at.as_str().starts_with(BACK) {
-                    return at;
+                if at.as_str().starts_with(back) {
+                    return Walked::Back(at);
                 }
                 answer = self.get(at.as_str()).await;
-            } else {
+            } else if page.contains("<form") {
                 at = at.join(attribute(&page, "action")).unwrap();
-                let prompt = page.split("name=\"prompt\"").nth(1).map(|rest| attribute(rest, "value"));
-                let prompt = prompt.unwrap_or_else(|| panic!("no form that asks for anything: {page}"));
-                let form = [("prompt", prompt), ("login", login), ("password", "any")];
+                let fields = fields(&page, login);
+                let form: Vec<_> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
                 answer = self.post(at.as_str(), &form).await;
+            } else {
+                return Walked::Page(page);
             }
         }
         panic!("the log-in does not end; it stands at {at}");
     }
+}
+
+enum Walked {
+    Back(Url),
+    Page(String),
+}
+
+/// What a form asks for, filled in.
+fn fields(page: &str, login: &str) -> Vec<(String, String)> {
+    let inputs = page.split("<input").skip(1).map(|rest| rest.split('>').next().unwrap());
+    let filled = inputs.filter(|input| input.contains("name=\"")).map(|input| {
+        let name = attribute(input, "name");
+        let value = match name {
+            "login" => login,
+            "password" => "any",
+            _ => attribute(input, "value"),
+        };
+        (name.to_owned(), value.to_owned())
+    });
+    filled.collect()
 }
 
 fn attribute<'a>(page: &'a str, name: &str) -> &'a str {
@@ -164,10 +193,8 @@ fn attribute<'a>(page: &'a str, name: &str) -> &'a str {
     rest.split_once('"').unwrap().0
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_provider_that_somebody_else_wrote_logs_users_in() {
-    let foreign = Foreign::start().await;
-    // The second replica believes the foreign provider; the first one the world's own, which the world needs.
+/// The second replica believes the foreign provider; the first one the world's own, which the world needs.
+async fn world_of(foreign: &Foreign) -> World {
     let plan = [
         ("SVC_OIDC_ISSUER", foreign.issuer.as_str()),
         ("SVC_OIDC_AUDIENCE", AUDIENCE),
@@ -182,7 +209,13 @@ async fn a_provider_that_somebody_else_wrote_logs_users_in() {
     world.admin = world.at_replica(0, "admin");
     world.user = world.at_replica(0, "user");
     world.offer("h100", 8).await;
+    world
+}
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_provider_that_somebody_else_wrote_logs_users_in() {
+    let foreign = Foreign::start().await;
+    let mut world = world_of(&foreign).await;
     let at = world.replicas[1].public_url();
     let bearer = |token: String| Client::new(world.authority.certificate_path(), &at, Some(token));
     let (user_token, admin_token) =
@@ -209,5 +242,59 @@ async fn a_provider_that_somebody_else_wrote_logs_users_in() {
     bearer(user_token.clone()).once(Method::GET, "/api/v1/skus", None).await.ok();
     world.keep_secret("a token of the foreign provider", &user_token);
     world.keep_secret("a token of the foreign provider", &admin_token);
+    world.end().await;
+}
+
+/// What `gpuctl login` says, line by line, until it has said where to go.
+async fn told_where(child: &mut Child) -> Url {
+    let mut said = BufReader::new(child.stderr.take().expect("it speaks")).lines();
+    let url = loop {
+        let line = said.next_line().await.unwrap().expect("it says where to log in");
+        if let Some(at) = line.find("http://") {
+            break Url::parse(&line[at..]).unwrap();
+        }
+    };
+    tokio::spawn(async move { while let Ok(Some(_)) = said.next_line().await {} });
+    url
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn gpuctl_logs_in_there_by_browser_and_by_device_code_and_renews_what_it_got() {
+    let foreign = Foreign::start().await;
+    let mut world = world_of(&foreign).await;
+    let gpuctl = world
+        .gpuctl_at(&world.replicas[1].public_url())
+        .with("SVC_OIDC_ISSUER", &foreign.issuer)
+        .with("SVC_CLIENT_ID", "gpuctl")
+        .without("SVC_CLIENT_SECRET");
+    let asks = ["--resource", AUDIENCE, "--scope", "openid", "--scope", "offline_access", "--scope", "gpu"];
+    let kept = gpuctl.folder().join("default.json");
+    let token = || {
+        let login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
+        login["access_token"].as_str().unwrap().to_owned()
+    };
+    for way in [&["login", "--browser", "--no-open"][..], &["login", "--device"]] {
+        let mut logging_in = gpuctl.command(&[way, &asks].concat()).spawn().unwrap();
+        let at = told_where(&mut logging_in).await;
+        let back = at.query_pairs().find(|(name, _)| name == "redirect_uri");
+        let back = back.map_or_else(|| "nowhere:".to_owned(), |(_, value)| value.into_owned());
+        let mut browser = Browser::default();
+        match browser.walk(at, "ann", &back).await {
+            Walked::Back(url) => assert!(browser.get(url.as_str()).await.1.contains("You are logged in")),
+            Walked::Page(page) => assert!(page.contains("Success"), "{page}"),
+        }
+        let ended = logging_in.wait_with_output().await.unwrap();
+        assert!(ended.status.success(), "{way:?}: {ended:?}");
+        let first = token();
+        let who = gpuctl.run(&["-o", "json", "whoami"]).await.json();
+        assert_eq!((who["user_id"].as_str(), &who["renewable"]), (Some("ann"), &true.into()), "{who}");
+        // The provider's tokens for gpuctl hold so shortly that the next command needs another one.
+        tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+        gpuctl.run(&["skus", "list"]).await.ok();
+        assert_ne!(first, token());
+        world.keep_secret("a token of the foreign provider", &first);
+        world.keep_secret("a token of the foreign provider", &token());
+        gpuctl.run(&["logout"]).await.ok();
+    }
     world.end().await;
 }

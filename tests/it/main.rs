@@ -10,6 +10,7 @@ mod enrollment;
 mod faults;
 mod foreign_provider;
 mod generated_client;
+mod gpuctl;
 mod harness;
 mod ingress;
 mod ingress_rotation;

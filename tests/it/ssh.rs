@@ -241,3 +241,49 @@ async fn a_change_of_keys_reaches_a_node_that_was_silent_and_the_last_wish_wins(
     world.restart_replica(0).await;
     world.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn gpuctl_comes_in_by_ssh_pins_the_host_key_and_hands_on_the_exit_status() {
+    let mut world = World::start().await;
+    let Some(Door { node, mut machine, .. }) = Door::open(&mut world).await else { return world.end().await };
+    // The host key is told with the agent's first word.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let ann = Client::new();
+    let gpuctl = world.logged_in("user").await;
+    let identity = ann.folder.path().join("key").display().to_string();
+    gpuctl.run(&["ssh-keys", "add", &format!("{identity}.pub"), "--default"]).await.ok();
+    let wanted = ["-o", "json", "-q", "allocations", "create", "--sku", "h100x4", "--node", &node.id.to_string()];
+    let made = gpuctl.run(&wanted).await.json();
+    let (id, user) = (made["id"].as_str().unwrap(), made["ssh"]["username"].as_str().unwrap());
+    let ssh = ["ssh", id, "-i", &identity, "--ssh-arg=-oBatchMode=yes", "--ssh-arg=-Fnone", "--"];
+    let ran = gpuctl.run(&[&ssh[..], &["id", "-un"]].concat()).await;
+    assert_eq!(ran.ok().trim(), user);
+    assert_eq!(gpuctl.run(&[&ssh[..], &["exit", "7"]].concat()).await.code, 7);
+    let config = gpuctl.run(&["ssh", id, "-i", &identity, "--print-config"]).await.ok();
+    let written = gpuctl.home().join("config");
+    std::fs::write(&written, config).unwrap();
+    let by_config = Command::new("ssh")
+        .args(["-F", written.to_str().unwrap(), "-o", "BatchMode=yes", &format!("gpu-{id}"), "true"])
+        .output()
+        .unwrap();
+    assert!(by_config.status.success(), "{by_config:?}");
+
+    // Another host key than the one that the service names: nobody is logged in there.
+    let known = gpuctl.folder().join("known_hosts").join(id);
+    assert!(std::fs::read_to_string(&known).unwrap().starts_with(&format!("gpu-{id} ssh-ed25519 ")));
+    std::fs::remove_file(&known).unwrap();
+    machine.stop_agent();
+    machine.run("cd /var/lib/gpuaas-agent/ssh && ssh-keygen -q -t ed25519 -N '' -f other && mv other host_key && rm host_key.pub other.pub");
+    let door = machine.run("cat /var/lib/gpuaas-agent/ssh/sshd_config");
+    machine.run(&format!("cat > /run/in-between <<'END'\n{door}\nEND\n/usr/sbin/sshd -f /run/in-between -o PidFile=/run/in-between.pid >/dev/null 2>&1"));
+    let refused = gpuctl.run(&[&ssh[..], &["true"]].concat()).await.failed(6);
+    assert!(refused.contains("host key"), "{refused}");
+    assert!(!known.exists());
+    machine.run("kill $(cat /run/in-between.pid)");
+    machine.run("rm /var/lib/gpuaas-agent/ssh/host_key*");
+    start(&mut machine, &[]);
+    gpuctl.run(&["allocations", "release", id]).await.ok();
+    gpuctl.run(&[&ssh[..], &["true"]].concat()).await.failed(6);
+    assert!(machine.stop_agent().is_some_and(|status| status.success()));
+    world.end().await;
+}

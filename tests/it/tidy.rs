@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Who may depend on whom (design 3). What is not here is not allowed.
-const ARROWS: [(&str, &[&str]); 9] = [
+const ARROWS: [(&str, &[&str]); 10] = [
     ("domain", &[]),
     ("wire", &[]),
     ("telemetry", &[]),
@@ -15,6 +15,8 @@ const ARROWS: [(&str, &[&str]); 9] = [
     ("edge", &["domain", "wire", "telemetry", "actors", "persistence"]),
     ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge"]),
     ("agent", &["wire", "telemetry"]),
+    // What an outside client has, and nothing else.
+    ("gpuctl", &[]),
     ("tests", &["domain", "wire", "telemetry", "actors", "agent", "persistence", "edge", "supervisors"]),
 ];
 

@@ -32,6 +32,15 @@ const provider = new Provider(issuer, {
         grant_types: ['authorization_code'],
         response_types: ['code'],
         id_token_signed_response_alg: 'ES256',
+    }, {
+        // The command line: a port of its own each time (RFC 8252), or a code for another device (RFC 8628).
+        client_id: 'gpuctl',
+        application_type: 'native',
+        token_endpoint_auth_method: 'none',
+        redirect_uris: ['http://127.0.0.1/callback'],
+        grant_types: ['authorization_code', 'refresh_token', 'urn:ietf:params:oauth:grant-type:device_code'],
+        response_types: ['code'],
+        id_token_signed_response_alg: 'ES256',
     }],
     pkce: { required: () => true },
     // Claims elsewhere than Keycloak has them: one named by a URL, others nested.
@@ -43,14 +52,16 @@ const provider = new Provider(issuer, {
     findAccount: (_, id) => ({ accountId: id, claims: () => ({ sub: id }) }),
     features: {
         devInteractions: { enabled: true },
+        deviceFlow: { enabled: true },
+        revocation: { enabled: true },
         resourceIndicators: {
             enabled: true,
             defaultResource: () => audience,
             useGrantedResource: () => true,
-            getResourceServerInfo: (_, indicator) => ({
+            getResourceServerInfo: (_, indicator, client) => ({
                 audience: indicator,
                 scope: 'gpu',
-                accessTokenTTL: 600,
+                accessTokenTTL: client.clientId === 'gpuctl' ? 23 : 600,
                 accessTokenFormat: 'jwt',
                 jwt: { sign: { alg: 'ES256' } },
             }),

@@ -22,6 +22,7 @@
 
 pub mod client;
 mod end;
+pub mod gpuctl;
 pub mod hand;
 pub mod ingress;
 pub mod line;

@@ -1,0 +1,128 @@
+//! Against a server that behaves as the test wants it to.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::out::Format;
+use axum::http::HeaderMap;
+use axum::response::IntoResponse as _;
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use std::sync::Arc;
+
+const OUT: Out = Out { format: Format::Json, quiet: true };
+
+async fn serve(routes: Router) -> Url {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, routes).await });
+    web::address(&url).unwrap()
+}
+
+async fn api(routes: Router) -> Api {
+    let session = Session::Given("a-token".to_owned().into());
+    Api::new(serve(routes).await, None, session, None, OUT).unwrap()
+}
+
+fn envelope(code: &str) -> Json<Value> {
+    Json(json!({ "code": code, "message": "No.", "correlation_id": "c-7", "details": {} }))
+}
+
+#[tokio::test]
+async fn what_is_busy_is_asked_again_when_it_says_and_under_the_same_key() {
+    let keys: Arc<Mutex<Vec<String>>> = Arc::default();
+    let seen = Arc::clone(&keys);
+    let create = move |headers: HeaderMap| async move {
+        assert_eq!(headers["authorization"], "Bearer a-token");
+        let mut seen = seen.lock().unwrap();
+        seen.push(headers["idempotency-key"].to_str().unwrap().to_owned());
+        match seen.len() {
+            1 => (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "0")], envelope("overloaded")).into_response(),
+            2 => (StatusCode::CONFLICT, envelope("idempotency_in_progress")).into_response(),
+            3 => (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "1")], envelope("rate_limited")).into_response(),
+            _ => Json(json!({ "id": "x" })).into_response(),
+        }
+    };
+    let api = api(Router::new().route("/things", post(create))).await;
+    let began = Instant::now();
+    assert_eq!(api.post("/things", &json!({})).await.unwrap()["id"], "x");
+    assert!(began.elapsed() >= Duration::from_secs(1), "Retry-After is kept to");
+    let keys = keys.lock().unwrap();
+    assert!(keys.len() == 4 && keys.iter().all(|key| *key == keys[0]), "{keys:?}");
+}
+
+#[tokio::test]
+async fn what_says_to_wait_for_too_long_is_told_at_once() {
+    let refuse = || async { (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "59")], envelope("rate_limited")) };
+    let api = api(Router::new().route("/things", get(refuse))).await;
+    let failure = api.get("/things", &[]).await.unwrap_err();
+    assert_eq!((failure.ended, failure.next.as_deref()), (Ended::RateLimited, Some("Ask again in 59 s.")));
+}
+
+#[tokio::test]
+async fn a_refusal_is_final_and_an_endless_answer_is_not_read() {
+    let asked = Arc::new(Mutex::new(0));
+    let counts = Arc::clone(&asked);
+    let refuse = move || async move {
+        *counts.lock().unwrap() += 1;
+        (StatusCode::CONFLICT, envelope("state_conflict"))
+    };
+    let endless = || async { vec![b' '; LONGEST + 1] };
+    let page = || async { "<html>" };
+    let elsewhere = || async { (StatusCode::FOUND, [("location", "/things")]) };
+    let routes = Router::new()
+        .route("/things", post(refuse))
+        .route("/endless", get(endless))
+        .route("/page", get(page))
+        .route("/elsewhere", get(elsewhere));
+    let api = api(routes).await;
+    let failure = api.post("/things", &json!({})).await.unwrap_err();
+    assert_eq!((failure.ended, *asked.lock().unwrap()), (Ended::Refused, 1));
+    assert_eq!(api.get("/endless", &[]).await.unwrap_err().ended, Ended::Server);
+    assert_eq!(api.get("/page", &[]).await.unwrap_err().ended, Ended::Server);
+    assert_eq!(api.get("/elsewhere", &[]).await.unwrap_err().ended, Ended::Server, "no redirect is followed");
+}
+
+#[tokio::test]
+async fn a_list_is_read_page_by_page_up_to_the_limit() {
+    let list = |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
+        let query = query.unwrap();
+        let page = usize::from(query.contains("page_token=1"));
+        let limit: usize = query.split("limit=").nth(1).unwrap().split('&').next().unwrap().parse().unwrap();
+        let items: Vec<_> = (0..limit.min(3)).map(|n| page * 3 + n).collect();
+        Json(json!({ "items": items, "next_page": if page == 0 { json!("1") } else { Value::Null } }))
+    };
+    let api = api(Router::new().route("/things", get(list))).await;
+    let all = api.list("/things", &[], 100).await.unwrap();
+    assert_eq!(all, json!({ "items": [0, 1, 2, 3, 4, 5], "next_page": null }));
+    let some = api.list("/things", &[("state", "a b&c".to_owned())], 2).await.unwrap();
+    assert_eq!(some, json!({ "items": [0, 1], "next_page": "1" }));
+}
+
+#[tokio::test]
+async fn nobody_there_is_told_soon_and_what_was_asked_can_be_repeated() {
+    let session = || Session::Given("a-token".to_owned().into());
+    let nobody = web::address("http://127.0.0.1:9").unwrap();
+    let began = Instant::now();
+    let failure = Api::new(nobody, None, session(), None, OUT).unwrap().get("/x", &[]).await.unwrap_err();
+    assert_eq!(failure.ended, Ended::Network);
+    assert!(began.elapsed() < 2 * CONNECT_PATIENCE);
+
+    // One that hangs up in the middle: whether it was done is not known.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let base = web::address(&format!("http://{}", listener.local_addr().unwrap())).unwrap();
+    tokio::spawn(async move { while listener.accept().await.is_ok() {} });
+    let api = Api::new(base, None, session(), Some("my-key".to_owned()), OUT).unwrap();
+    let once = |key: Option<&str>| Call {
+        method: Method::POST,
+        path: "/things",
+        query: &[],
+        body: Some(&Value::Null),
+        key: key.map(str::to_owned),
+    };
+    let token = "a-token".to_owned().into();
+    let Attempt::Again { failure, .. } = api.attempt(&once(Some("my-key")), &token).await else {
+        panic!("it is safe to ask again");
+    };
+    assert!(failure.next.as_deref().unwrap_or_default().contains("--idempotency-key my-key"), "{failure}");
+    assert!(matches!(api.attempt(&once(None), &token).await, Attempt::Failed(_)), "without a key it is not");
+}

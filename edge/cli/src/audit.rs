@@ -1,0 +1,67 @@
+//! Administrators and auditors: who did what to whom.
+
+use crate::api::{Api, Query};
+use crate::failure::Failure;
+use crate::out::Column;
+use chrono::{DateTime, Utc};
+use uuid::Uuid;
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// The audit log, newest first.
+    #[command(visible_alias = "ls")]
+    List(Which),
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Which {
+    /// Who did it: user:…, node:…, service_account:… or system:….
+    #[arg(long)]
+    actor: Option<String>,
+    /// What was done, such as nodes.retire.
+    #[arg(long)]
+    action: Option<String>,
+    /// The kind of what it was done to, such as node.
+    #[arg(long, value_name = "KIND")]
+    target_kind: Option<String>,
+    /// What it was done to.
+    #[arg(long, value_name = "ID")]
+    target: Option<Uuid>,
+    /// The request that led to it.
+    #[arg(long, value_name = "ID")]
+    correlation_id: Option<String>,
+    /// From this instant on (2026-11-22T12:00:00Z).
+    #[arg(long, value_name = "INSTANT")]
+    from: Option<DateTime<Utc>>,
+    /// Before this instant.
+    #[arg(long, value_name = "INSTANT")]
+    until: Option<DateTime<Utc>>,
+    /// At most so many.
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..=10000))]
+    limit: u16,
+}
+
+const ROWS: [Column; 7] = [
+    ("AT", "/at"),
+    ("ACTOR", "/actor"),
+    ("ACTION", "/action"),
+    ("TARGET", "/target/kind"),
+    ("ID", "/target/id"),
+    ("CORRELATION ID", "/correlation_id"),
+    ("METADATA", "/metadata"),
+];
+
+pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
+    let Command::List(which) = command;
+    let given = [
+        ("actor", which.actor),
+        ("action", which.action),
+        ("target_kind", which.target_kind),
+        ("target_id", which.target.map(|id| id.to_string())),
+        ("correlation_id", which.correlation_id),
+        ("from", which.from.map(|at| at.to_rfc3339())),
+        ("until", which.until.map(|at| at.to_rfc3339())),
+    ];
+    let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+    api.out.list(&api.list("/api/v1/admin/audit-log", &query, which.limit.into()).await?, &ROWS)
+}

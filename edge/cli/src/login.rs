@@ -1,0 +1,324 @@
+//! Logging in and out, and the session of whoever is logged in.
+
+mod loopback;
+pub(crate) mod provider;
+pub(crate) mod store;
+
+use crate::failure::{Ended, Failure};
+use crate::out::{Column, Out, say_always};
+use crate::{Connection, web};
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use chrono::{DateTime, TimeDelta, Utc};
+use provider::{Asking, Discovered, Granted, Provider, discover};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde_json::{Value, json};
+use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
+use store::{Login, Store};
+use tokio::sync::Mutex;
+
+/// A token that ends so soon is exchanged before it is used.
+const SPARE: TimeDelta = TimeDelta::seconds(20);
+const LONGEST_PASSWORD: u64 = 4096;
+
+const WHO: [Column; 11] = [
+    ("server", "/server"),
+    ("issuer", "/issuer"),
+    ("profile", "/profile"),
+    ("user id", "/user_id"),
+    ("name", "/name"),
+    ("roles", "/roles"),
+    ("organisation", "/org_id"),
+    ("project", "/project_id"),
+    ("plan", "/plan"),
+    ("token ends", "/token_expires_at"),
+    ("is renewed", "/renewable"),
+];
+
+/// How to log in.
+#[derive(Debug, clap::Args)]
+pub(crate) struct LoginArgs {
+    /// The identity provider, exactly as it names itself.
+    #[arg(long, env = "SVC_OIDC_ISSUER", value_name = "URL")]
+    issuer: String,
+    /// As which of the provider's clients.
+    #[arg(long, env = "SVC_CLIENT_ID", value_name = "ID", default_value = "gpuctl")]
+    client_id: String,
+    /// The client's secret, where it has one.
+    #[arg(long, env = "SVC_CLIENT_SECRET", value_name = "SECRET", hide_env_values = true)]
+    client_secret: Option<SecretString>,
+    /// What to ask for; may be given again.
+    #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", "offline_access"])]
+    scopes: Vec<String>,
+    /// What the tokens are to be for, where the provider has to be told (RFC 8707).
+    #[arg(long, value_name = "URI")]
+    resource: Option<String>,
+    /// With the code that is shown, confirmed on any other device.
+    #[arg(long, conflicts_with_all = ["browser", "username"])]
+    device: bool,
+    /// In a browser on this machine.
+    #[arg(long, conflicts_with = "username")]
+    browser: bool,
+    /// Show the browser's address, and open none.
+    #[arg(long)]
+    no_open: bool,
+    /// With a password, as this user: at a development provider.
+    #[arg(long, value_name = "NAME")]
+    username: Option<String>,
+    /// Read the password from standard input and not from the terminal.
+    #[arg(long, requires = "username")]
+    password_stdin: bool,
+}
+
+/// The ways to log in.
+enum Way {
+    Browser(String),
+    Device(String),
+    Password(String),
+}
+
+pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<(), Failure> {
+    let server = connection.named_server()?;
+    let ca_bundle = connection.ca_bundle()?;
+    let (http, found) = discover(&args.issuer, ca_bundle.as_deref()).await?;
+    let asking = Asking {
+        client_id: args.client_id.clone(),
+        client_secret: args.client_secret.clone(),
+        scopes: args.scopes.clone(),
+        resource: args.resource.clone(),
+    };
+    let provider = Provider::new(http, &found.token_endpoint, asking)?;
+    let granted = match args.way(&found)? {
+        Way::Password(username) => provider.by_password(&username, &password(args.password_stdin)?).await?,
+        Way::Device(endpoint) => provider.by_device(&endpoint).await?,
+        Way::Browser(endpoint) => provider.by_browser(&endpoint, &args.issuer, !args.no_open).await?,
+    };
+    let Granted { access_token, refresh_token, expires_at } = granted;
+    let login = Login {
+        server: server.to_string(),
+        ca_bundle,
+        issuer: args.issuer,
+        token_endpoint: found.token_endpoint,
+        revocation_endpoint: found.revocation_endpoint,
+        client_id: args.client_id,
+        // Needed again only where the login can be gone on with.
+        client_secret: args.client_secret.filter(|_| refresh_token.is_some()),
+        expires_at: expires_at.or_else(|| end_of(&access_token)),
+        access_token,
+        refresh_token,
+    };
+    let held = connection.store.hold()?;
+    connection.store.write(&login)?;
+    drop(held);
+    let who = described(&login, connection.store.profile());
+    let name = [&who["name"], &who["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
+    connection.out.done(&who, &format!("Logged in at {server} as {}.", crate::text::plain(&name)))
+}
+
+impl LoginArgs {
+    fn way(&self, found: &Discovered) -> Result<Way, Failure> {
+        let lacks = |what: &str| Failure::usage(format!("this identity provider offers no {what}"));
+        if let Some(username) = &self.username {
+            return Ok(Way::Password(username.clone()));
+        }
+        let device = found.device_authorization_endpoint.clone().map(Way::Device);
+        let browser = found.authorization_endpoint.clone().map(Way::Browser);
+        if self.device {
+            return device.ok_or_else(|| lacks("log-in by device code"));
+        }
+        if self.browser {
+            return browser.ok_or_else(|| lacks("log-in in a browser"));
+        }
+        let (first, second) = if has_display() { (browser, device) } else { (device, browser) };
+        first.or(second).ok_or_else(|| {
+            let next = if found.grant_types_supported.iter().any(|grant| grant == "password") {
+                "Log in with a password: gpuctl login --username NAME"
+            } else {
+                "Ask the service's operator how to log in."
+            };
+            lacks("log-in in a browser or by device code").next(next)
+        })
+    }
+}
+
+fn has_display() -> bool {
+    cfg!(target_os = "macos") || ["DISPLAY", "WAYLAND_DISPLAY"].iter().any(|name| std::env::var_os(name).is_some())
+}
+
+/// The password: of one line of standard input, or of the terminal, where it is not shown.
+fn password(from_stdin: bool) -> Result<SecretString, Failure> {
+    if from_stdin {
+        let mut line = String::new();
+        let read = io::stdin().lock().take(LONGEST_PASSWORD).read_line(&mut line);
+        read.map_err(|error| Failure::usage(format!("no password can be read: {error}")))?;
+        return Ok(line.trim_end_matches(['\n', '\r']).to_owned().into());
+    }
+    if !io::stdin().is_terminal() {
+        return Err(Failure::usage("there is no terminal to ask for the password")
+            .next("Give it on standard input, with --password-stdin."));
+    }
+    let asked = rpassword::prompt_password("Password: ");
+    asked.map(SecretString::from).map_err(|error| Failure::usage(format!("no password can be read: {error}")))
+}
+
+pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
+    let held = connection.store.hold()?;
+    // One that cannot be read is removed too.
+    let login = connection.store.read().ok().flatten();
+    let was = connection.store.remove()?;
+    drop(held);
+    if let Some(login) = &login
+        && let Some(endpoint) = &login.revocation_endpoint
+    {
+        let token = login.refresh_token.as_ref().unwrap_or(&login.access_token);
+        let revoked = match Provider::of(login) {
+            Ok(provider) => provider.revoke(endpoint, token).await,
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = revoked {
+            say_always(&format!(
+                "The tokens are gone from here, but live on where they are known: {}",
+                failure.message
+            ));
+        }
+    }
+    let sentence = if was { "Logged out." } else { "Nobody was logged in." };
+    connection.out.done(&json!({ "logged_out": was }), sentence)
+}
+
+/// Who is logged in, and whether the service agrees.
+pub(crate) async fn whoami(connection: &Connection) -> Result<(), Failure> {
+    let login = connection.login()?;
+    let api = connection.api()?;
+    api.get("/api/v1/allocations", &[("limit", "1".to_owned())]).await?;
+    let login = match login {
+        // It may have been renewed just now.
+        Some(_) => connection.login()?,
+        None => None,
+    };
+    let who = match login {
+        Some(login) => described(&login, connection.store.profile()),
+        None => {
+            let token = api.session().token().await?;
+            let mut who = claims(&token);
+            who["server"] = json!(connection.named_server()?.to_string());
+            who["renewable"] = json!(false);
+            who
+        }
+    };
+    connection.out.show(&who, &WHO)
+}
+
+fn described(login: &Login, profile: &str) -> Value {
+    let mut who = claims(&login.access_token);
+    who["server"] = json!(login.server);
+    who["issuer"] = json!(login.issuer);
+    who["profile"] = json!(profile);
+    who["token_expires_at"] = json!(login.expires_at);
+    who["renewable"] = json!(login.refresh_token.is_some());
+    who
+}
+
+/// What the token says of its owner, where it can be read here. It is shown and believed by nobody: the service looks for itself.
+fn claims(token: &SecretString) -> Value {
+    let claims = payload(token).unwrap_or_default();
+    let text = |names: &[&str]| names.iter().find_map(|name| claims[*name].as_str()).map(str::to_owned);
+    json!({
+        "user_id": text(&["sub"]),
+        "name": text(&["preferred_username", "name", "email"]),
+        "roles": claims["realm_access"]["roles"].clone(),
+        "org_id": text(&["org_id"]),
+        "project_id": text(&["project_id"]),
+        "plan": text(&["plan"]),
+        "token_expires_at": end_of(token),
+    })
+}
+
+fn payload(token: &SecretString) -> Option<Value> {
+    let payload = token.expose_secret().split('.').nth(1)?;
+    serde_json::from_slice(&URL_SAFE_NO_PAD.decode(payload).ok()?).ok()
+}
+
+fn end_of(token: &SecretString) -> Option<DateTime<Utc>> {
+    DateTime::from_timestamp(payload(token)?["exp"].as_i64()?, 0)
+}
+
+/// The tokens of whoever is logged in.
+pub(crate) enum Session {
+    /// A token that was given from outside, as it is.
+    Given(SecretString),
+    Kept {
+        store: Store,
+        login: Box<Mutex<Login>>,
+        out: Out,
+    },
+}
+
+impl Session {
+    pub(crate) fn kept(store: Store, login: Login, out: Out) -> Self {
+        Self::Kept { store, login: Box::new(Mutex::new(login)), out }
+    }
+
+    /// A token that holds, as far as is known here.
+    pub(crate) async fn token(&self) -> Result<SecretString, Failure> {
+        let login = match self {
+            Self::Given(token) => return Ok(token.clone()),
+            Self::Kept { login, .. } => login,
+        };
+        let (token, expires_at, renewable) = {
+            let login = login.lock().await;
+            (login.access_token.clone(), login.expires_at, login.refresh_token.is_some())
+        };
+        let left = expires_at.map(|at| at - Utc::now());
+        match left {
+            Some(left) if left < SPARE && renewable => {
+                self.renew(&token).await?;
+                Ok(login.lock().await.access_token.clone())
+            }
+            Some(left) if left < TimeDelta::zero() => {
+                Err(Failure::new(Ended::LoggedOut, "your login has ended").next("Log in again: gpuctl login"))
+            }
+            Some(_) | None => Ok(token),
+        }
+    }
+
+    /// Exchanges a token that does not hold. `false` where there is nothing to exchange it for.
+    pub(crate) async fn renew(&self, token: &SecretString) -> Result<bool, Failure> {
+        let Self::Kept { store, login: kept, out } = self else { return Ok(false) };
+        let mut mine = kept.lock().await;
+        let waiting = store.clone();
+        let held = tokio::task::spawn_blocking(move || waiting.hold()).await;
+        let _held = held.map_err(|error| Failure::new(Ended::Failed, error.to_string()))??;
+        // Another process may have been here first, and the provider may take an old refresh token for a stolen one.
+        let Some(kept) = store.read()? else {
+            return Err(Failure::new(Ended::LoggedOut, "you have logged out meanwhile").next("Log in: gpuctl login"));
+        };
+        if kept.server != mine.server {
+            let at = &kept.server;
+            return Err(Failure::new(Ended::LoggedOut, format!("you have logged in at {at} meanwhile")));
+        }
+        let is_new = kept.access_token.expose_secret() != token.expose_secret();
+        *mine = kept;
+        if is_new {
+            return Ok(true);
+        }
+        let Some(refresh_token) = &mine.refresh_token else { return Ok(false) };
+        let Granted { access_token, refresh_token, expires_at } = Provider::of(&mine)?.renew(refresh_token).await?;
+        mine.expires_at = expires_at.or_else(|| end_of(&access_token));
+        mine.access_token = access_token;
+        mine.refresh_token = refresh_token.or_else(|| mine.refresh_token.clone());
+        if let Err(failure) = store.write(&mine) {
+            out.say(&format!("Your login was renewed and could not be kept: {}", failure.message));
+        }
+        Ok(true)
+    }
+}
+
+/// The servers are the same one.
+pub(crate) fn same_server(one: &str, other: &str) -> bool {
+    let origin = |text: &str| web::address(text).ok().map(|url| url.origin());
+    origin(one).is_some() && origin(one) == origin(other)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,224 @@
+//! The login on this machine: one file a profile, readable by its owner alone, replaced as a whole.
+
+use crate::failure::{Ended, Failure};
+use chrono::{DateTime, Utc};
+use rustix::fs::{FlockOperation, flock};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::{Deserialize, Serialize, Serializer};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+/// A login is no longer.
+const LONGEST: u64 = 256 * 1024;
+
+/// Who is logged in where, and how that is gone on with.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Login {
+    /// The service's address.
+    pub(crate) server: String,
+    /// The authorities of its certificate, where they are not the system's.
+    pub(crate) ca_bundle: Option<PathBuf>,
+    pub(crate) issuer: String,
+    pub(crate) token_endpoint: String,
+    pub(crate) revocation_endpoint: Option<String>,
+    pub(crate) client_id: String,
+    #[serde(serialize_with = "exposed")]
+    pub(crate) client_secret: Option<SecretString>,
+    #[serde(serialize_with = "exposed_text")]
+    pub(crate) access_token: SecretString,
+    #[serde(serialize_with = "exposed")]
+    pub(crate) refresh_token: Option<SecretString>,
+    /// When the access token ends, as far as that is known.
+    pub(crate) expires_at: Option<DateTime<Utc>>,
+}
+
+fn exposed<S: Serializer>(secret: &Option<SecretString>, to: S) -> Result<S::Ok, S::Error> {
+    secret.as_ref().map(|secret| secret.expose_secret()).serialize(to)
+}
+
+fn exposed_text<S: Serializer>(secret: &SecretString, to: S) -> Result<S::Ok, S::Error> {
+    secret.expose_secret().serialize(to)
+}
+
+/// Where the logins of this user lie.
+#[derive(Clone, Debug)]
+pub(crate) struct Store {
+    folder: PathBuf,
+    profile: String,
+}
+
+/// Nobody else changes the login while this is held.
+pub(crate) struct Held(File);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+impl Store {
+    /// `$XDG_CONFIG_HOME/gpuctl`, or `~/.config/gpuctl` (XDG Base Directory Specification).
+    pub(crate) fn of_user(profile: &str) -> Result<Self, Failure> {
+        let named = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let folder = named("XDG_CONFIG_HOME").or_else(|| named("HOME").map(|home| home.join(".config")));
+        let folder = folder.ok_or_else(|| Failure::usage("neither XDG_CONFIG_HOME nor HOME says where logins lie"))?;
+        Self::new(folder.join("gpuctl"), profile)
+    }
+
+    pub(crate) fn new(folder: PathBuf, profile: &str) -> Result<Self, Failure> {
+        let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if profile.is_empty() || profile.len() > 64 || profile.starts_with('.') || !profile.chars().all(good) {
+            return Err(Failure::usage("a profile's name has up to 64 letters, digits, dots, dashes and underscores"));
+        }
+        Ok(Self { folder, profile: profile.to_owned() })
+    }
+
+    pub(crate) fn profile(&self) -> &str {
+        &self.profile
+    }
+
+    /// Where what is known of hosts lies.
+    pub(crate) fn known_hosts(&self) -> Result<PathBuf, Failure> {
+        let folder = self.folder.join("known_hosts");
+        make_folder(&folder).map_err(|error| at(&folder, &error))?;
+        Ok(folder)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.join(format!("{}.json", self.profile))
+    }
+
+    /// The login; `None` where there is none.
+    pub(crate) fn read(&self) -> Result<Option<Login>, Failure> {
+        let path = self.path();
+        let mut file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(at(&path, &error)),
+        };
+        let about = file.metadata().map_err(|error| at(&path, &error))?;
+        let wrong = |why: &str| {
+            let shown = path.display();
+            Failure::new(Ended::LoggedOut, format!("{shown}: {why}")).next("Remove it, and log in again: gpuctl login")
+        };
+        if about.permissions().mode() & 0o077 != 0 {
+            return Err(wrong("others can read this login, and may have"));
+        }
+        if about.len() > LONGEST {
+            return Err(wrong("this is no login: it is too long"));
+        }
+        let mut text = String::new();
+        file.read_to_string(&mut text).map_err(|error| at(&path, &error))?;
+        // What it says is not told: it holds tokens.
+        serde_json::from_str(&text).map(Some).map_err(|_| wrong("this is no login of this release"))
+    }
+
+    pub(crate) fn write(&self, login: &Login) -> Result<(), Failure> {
+        let text = serde_json::to_vec_pretty(login).map_err(|error| at(&self.path(), &error.into()))?;
+        self.make_folder()?;
+        write_private(&self.path(), &text).map_err(|error| at(&self.path(), &error))
+    }
+
+    /// Whether there was one.
+    pub(crate) fn remove(&self) -> Result<bool, Failure> {
+        match fs::remove_file(self.path()) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(at(&self.path(), &error)),
+        }
+    }
+
+    /// Waits until no other process of this user changes the login.
+    pub(crate) fn hold(&self) -> Result<Held, Failure> {
+        self.make_folder()?;
+        let path = self.folder.join(format!(".{}.lock", self.profile));
+        let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
+        let file = opened.map_err(|error| at(&path, &error))?;
+        flock(&file, FlockOperation::LockExclusive).map_err(|error| at(&path, &error.into()))?;
+        Ok(Held(file))
+    }
+
+    fn make_folder(&self) -> Result<(), Failure> {
+        make_folder(&self.folder).map_err(|error| at(&self.folder, &error))
+    }
+}
+
+fn make_folder(path: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+fn at(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(Ended::Failed, format!("{}: {error}", path.display()))
+}
+
+/// Writes a file that only this user can read, in the place of whatever was there.
+pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let beside = path.with_file_name(format!(".{name}.{:016x}", rand::random::<u64>()));
+    let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&beside)?;
+    let written = file.write_all(content).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    written
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn login() -> Login {
+        Login {
+            server: "https://gpu.example".to_owned(),
+            ca_bundle: None,
+            issuer: "https://id.example".to_owned(),
+            token_endpoint: "https://id.example/token".to_owned(),
+            revocation_endpoint: None,
+            client_id: "gpuctl".to_owned(),
+            client_secret: None,
+            access_token: "an-access-token".to_owned().into(),
+            refresh_token: Some("a-refresh-token".to_owned().into()),
+            expires_at: None,
+        }
+    }
+
+    #[test]
+    fn a_login_is_kept_for_its_owner_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().join("gpuctl"), "default").unwrap();
+        assert!(store.read().unwrap().is_none());
+        store.write(&login()).unwrap();
+        let read = store.read().unwrap().unwrap();
+        assert_eq!(read.access_token.expose_secret(), "an-access-token");
+        assert!(!format!("{read:?}").contains("an-access-token"), "a secret is not shown");
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&store.path()), mode(&store.folder)), (0o600, 0o700));
+        let left: Vec<_> = fs::read_dir(&store.folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["default.json"]);
+        assert!(store.remove().unwrap() && !store.remove().unwrap());
+    }
+
+    #[test]
+    fn a_login_that_others_can_read_or_that_is_none_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().to_owned(), "default").unwrap();
+        store.write(&login()).unwrap();
+        fs::set_permissions(store.path(), fs::Permissions::from_mode(0o644)).unwrap();
+        assert_eq!(store.read().unwrap_err().ended, Ended::LoggedOut);
+        for content in [&b"{\"access_token\":\"hidden\"}"[..], &vec![b'x'; 300_000]] {
+            write_private(&store.path(), content).unwrap();
+            let failure = store.read().unwrap_err();
+            assert!(failure.ended == Ended::LoggedOut && !failure.message.contains("hidden"), "{failure}");
+        }
+    }
+
+    #[test]
+    fn a_profile_is_no_path() {
+        for bad in ["", "..", "../x", ".x", "a/b", "a b", &"x".repeat(65)] {
+            assert!(Store::new(PathBuf::from("/tmp"), bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Against an identity provider that behaves as the test wants it to.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::api::Api;
+use crate::out::Format;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const OUT: Out = Out { format: Format::Json, quiet: true };
+
+/// Renews `refresh-N` into `access-N+1` and `refresh-N+1`, once each, and lets in the newest access token alone.
+#[derive(Clone, Default)]
+struct Rotating(Arc<AtomicU64>);
+
+impl Rotating {
+    async fn serve(&self) -> String {
+        let routes =
+            Router::new().route("/token", post(renew)).route("/api/v1/things", get(things)).with_state(self.clone());
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        url
+    }
+
+    fn renewed(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+async fn renew(State(Rotating(count)): State<Rotating>, form: String) -> Response {
+    let number = count.load(Ordering::SeqCst);
+    if !form.contains("grant_type=refresh_token") || !form.contains(&format!("refresh_token=refresh-{number}")) {
+        return (StatusCode::BAD_REQUEST, Json(json!({ "error": "invalid_grant" }))).into_response();
+    }
+    count.store(number + 1, Ordering::SeqCst);
+    Json(json!({
+        "access_token": format!("access-{}", number + 1),
+        "refresh_token": format!("refresh-{}", number + 1),
+        "token_type": "Bearer", "expires_in": 600,
+    }))
+    .into_response()
+}
+
+async fn things(State(Rotating(count)): State<Rotating>, headers: HeaderMap) -> Response {
+    let holds = format!("Bearer access-{}", count.load(Ordering::SeqCst));
+    if headers["authorization"] == holds.as_str() {
+        return Json(json!({ "items": [] })).into_response();
+    }
+    let refused =
+        json!({ "code": "unauthenticated", "message": "It has ended.", "correlation_id": "c", "details": {} });
+    (StatusCode::UNAUTHORIZED, Json(refused)).into_response()
+}
+
+fn kept(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
+    let store = Store::new(folder.to_owned(), "default").unwrap();
+    let login = Login {
+        server: server.to_owned(),
+        ca_bundle: None,
+        issuer: server.to_owned(),
+        token_endpoint: format!("{server}/token"),
+        revocation_endpoint: None,
+        client_id: "gpuctl".to_owned(),
+        client_secret: None,
+        access_token: "access-0".to_owned().into(),
+        refresh_token: Some("refresh-0".to_owned().into()),
+        expires_at: Some(Utc::now() + TimeDelta::seconds(expires_in)),
+    };
+    store.write(&login).unwrap();
+    (store, login)
+}
+
+fn api(store: &Store, login: &Login) -> Api {
+    let session = Session::kept(store.clone(), login.clone(), OUT);
+    Api::new(web::address(&login.server).unwrap(), None, session, None, OUT).unwrap()
+}
+
+#[tokio::test]
+async fn a_token_that_has_ended_is_renewed_once_by_all_who_find_it_so() {
+    let provider = Rotating::default();
+    let server = provider.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let (store, login) = kept(folder.path(), &server, -5);
+    // Ten commands at once, as a script runs them, each on what it read at its start.
+    let apis: Vec<Api> = (0..10).map(|_| api(&store, &login)).collect();
+    let asked = futures::future::join_all(apis.iter().map(|api| api.get("/api/v1/things", &[]))).await;
+    for answer in asked {
+        answer.unwrap();
+    }
+    assert_eq!(provider.renewed(), 1);
+    let now = store.read().unwrap().unwrap();
+    assert_eq!(now.access_token.expose_secret(), "access-1");
+    assert_eq!(now.refresh_token.unwrap().expose_secret(), "refresh-1");
+}
+
+#[tokio::test]
+async fn a_token_that_the_service_refuses_is_renewed_and_the_call_goes_on() {
+    let provider = Rotating::default();
+    let server = provider.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let (store, login) = kept(folder.path(), &server, 600);
+    let revoked_elsewhere = Login { access_token: "access-revoked".to_owned().into(), ..login };
+    store.write(&revoked_elsewhere).unwrap();
+    api(&store, &revoked_elsewhere).get("/api/v1/things", &[]).await.unwrap();
+    assert_eq!(provider.renewed(), 1);
+}
+
+#[tokio::test]
+async fn a_login_that_cannot_be_renewed_says_to_log_in() {
+    let provider = Rotating::default();
+    let server = provider.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let (store, login) = kept(folder.path(), &server, -5);
+    let spent = Login { refresh_token: Some("refresh-9".to_owned().into()), ..login.clone() };
+    let none = Login { refresh_token: None, ..login };
+    for ended in [spent, none] {
+        store.write(&ended).unwrap();
+        let failure = api(&store, &ended).get("/api/v1/things", &[]).await.unwrap_err();
+        assert_eq!(failure.ended, Ended::LoggedOut, "{failure}");
+        assert!(failure.next.as_deref().unwrap_or_default().contains("gpuctl login"), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn a_token_of_another_login_is_not_sent_to_the_server_of_this_one() {
+    let provider = Rotating::default();
+    let server = provider.serve().await;
+    let folder = tempfile::tempdir().unwrap();
+    let (store, login) = kept(folder.path(), &server, -5);
+    let api = api(&store, &login);
+    store.write(&Login { server: "https://elsewhere.example".to_owned(), ..login }).unwrap();
+    let failure = api.get("/api/v1/things", &[]).await.unwrap_err();
+    assert_eq!((failure.ended, provider.renewed()), (Ended::LoggedOut, 0), "{failure}");
+}
+
+#[test]
+fn a_token_of_any_form_can_be_shown() {
+    let part = |claims: &Value| URL_SAFE_NO_PAD.encode(claims.to_string());
+    let whole = json!({ "sub": "u-1", "preferred_username": "ann", "exp": 1_800_000_000, "realm_access": { "roles": ["user"] } });
+    let shown = claims(&format!("e30.{}.c2ln", part(&whole)).into());
+    assert_eq!((shown["user_id"].as_str(), shown["roles"][0].as_str()), (Some("u-1"), Some("user")));
+    for opaque in ["", "opaque", "a.b.c", &format!("x.{}.y", part(&json!([1])))] {
+        assert_eq!(claims(&opaque.to_owned().into())["user_id"], Value::Null, "{opaque}");
+    }
+}
+
+#[test]
+fn a_login_is_for_one_server() {
+    assert!(same_server("https://gpu.example", "https://gpu.example:443/"));
+    assert!(!same_server("https://gpu.example", "https://gpu.example.evil"));
+    assert!(!same_server("https://gpu.example", "https://gpu.example:8443"));
+    assert!(!same_server("nonsense", "nonsense"));
+}

@@ -1,0 +1,254 @@
+//! `gpuctl`: the service's command line. It has nothing of the service's but its public API: what it does, any client can do.
+//!
+//! One file a noun. `gpuctl <noun> <verb>`; what is done to one thing takes its id first; `--output json` prints what the API answered.
+//!
+//! | command | asks |
+//! | --- | --- |
+//! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and keeps the tokens under `$XDG_CONFIG_HOME/gpuctl` |
+//! | `skus list` | `GET /api/v1/skus` |
+//! | `allocations create` · `list` · `show` · `release` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
+//! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
+//! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
+//! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
+//! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
+//! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
+//! | `audit list` | `GET /api/v1/admin/audit-log` |
+//! | `tree` | `GET /api/v1/admin/runtime/tree` |
+//! | `completions SHELL` | nobody |
+//!
+//! Exit codes are those of [`failure::Ended`]; `ssh` and `terminal` end with what the program there ended with.
+//!
+//! A further noun is its file here, one variant of [`Command`] and one arm of [`run`].
+
+mod allocations;
+mod api;
+mod audit;
+mod duration;
+mod events;
+mod failure;
+mod login;
+mod nodes;
+mod out;
+mod policy;
+mod progress;
+mod skus;
+mod ssh;
+mod ssh_keys;
+mod terminal;
+mod text;
+mod tree;
+mod web;
+
+use api::Api;
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
+use failure::{Ended, Failure};
+use login::store::{Login, Store};
+use login::{LoginArgs, Session};
+use out::{Format, Out, say_always};
+use reqwest::Url;
+use secrecy::SecretString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Rents GPUs, and opens shells on what is rented.
+#[derive(Debug, Parser)]
+#[command(name = "gpuctl", version, arg_required_else_help = true, max_term_width = 120, after_help = AFTER_HELP)]
+struct Arguments {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 done, 1 failed here, 2 usage, 3 not logged in, 4 forbidden, 5 not found, 6 refused as things stand, 7 too many requests, \
+8 the service failed, 9 unreachable, 10 too late. `ssh` and `terminal` end as the program there does.
+
+Everything of the service is its public API; its description is at /api/v1/docs of the server.";
+
+/// What every command takes.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Everywhere")]
+struct Common {
+    /// The service's address; after a login it is known.
+    #[arg(long, global = true, env = "SVC_BASE_URL", value_name = "URL")]
+    server: Option<String>,
+    /// The authorities of the service's certificate, PEM, where they are not the system's.
+    #[arg(long, global = true, env = "SVC_CA_BUNDLE_PATH", value_name = "FILE")]
+    ca_bundle: Option<PathBuf>,
+    /// Which of your logins; each has a file of its own.
+    #[arg(long, global = true, env = "SVC_PROFILE", value_name = "NAME", default_value = "default")]
+    profile: String,
+    /// An access token to be used as it is, in place of a login.
+    #[arg(long, global = true, env = "SVC_ACCESS_TOKEN", value_name = "TOKEN", hide = true, hide_env_values = true)]
+    access_token: Option<SecretString>,
+    /// How results are printed.
+    #[arg(long, short, global = true, value_enum, value_name = "FORMAT", default_value_t)]
+    output: Format,
+    /// Print results and errors, and nothing else.
+    #[arg(long, short, global = true)]
+    quiet: bool,
+    /// Your own key for the change that is asked for: a repetition with it is done once.
+    #[arg(long, global = true, value_name = "KEY", value_parser = idempotency_key)]
+    idempotency_key: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Logs in at the service's identity provider.
+    Login(LoginArgs),
+    /// Forgets the login, and tells the provider.
+    Logout,
+    /// Shows who is logged in, and whether the service agrees.
+    Whoami,
+    /// What can be rented.
+    #[command(subcommand, alias = "sku")]
+    Skus(skus::Command),
+    /// What you rent.
+    #[command(subcommand, alias = "allocation")]
+    Allocations(allocations::Command),
+    /// Opens an SSH session on an allocation, or runs a command there.
+    Ssh(ssh::SshArgs),
+    /// Opens a terminal on an allocation.
+    Terminal(terminal::TerminalArgs),
+    /// The SSH keys that open what you rent.
+    #[command(subcommand, alias = "ssh-key")]
+    SshKeys(ssh_keys::Command),
+    /// Administrators: the machines.
+    #[command(subcommand, alias = "node")]
+    Nodes(nodes::Command),
+    /// Administrators: limits, lifetimes and switches.
+    #[command(subcommand, alias = "policies")]
+    Policy(policy::Command),
+    /// Administrators and auditors: who did what to whom.
+    #[command(subcommand)]
+    Audit(audit::Command),
+    /// Administrators: what runs in the cluster, and why anything waits.
+    Tree(tree::TreeArgs),
+    /// Prints what makes a shell complete this program's commands.
+    Completions { shell: Shell },
+}
+
+fn idempotency_key(text: &str) -> Result<String, String> {
+    let good = !text.is_empty() && text.len() <= 255 && text.bytes().all(|byte| byte.is_ascii_graphic());
+    good.then(|| text.to_owned()).ok_or_else(|| "a key is 1 to 255 printable ASCII characters".to_owned())
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let format = arguments.common.output;
+    match run(arguments).await {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            match format {
+                Format::Table => say_always(&failure.to_string()),
+                Format::Json => say_always(&failure.to_json().to_string()),
+            }
+            ExitCode::from(failure.ended.code())
+        }
+    }
+}
+
+async fn run(arguments: Arguments) -> Result<u8, Failure> {
+    let mut connection = Connection::of(arguments.common)?;
+    // A word in the middle of a raw terminal would be taken for the shell's.
+    connection.out.quiet |= matches!(arguments.command, Command::Terminal(_));
+    match arguments.command {
+        Command::Login(args) => login::login(args, &connection).await?,
+        Command::Logout => login::logout(&connection).await?,
+        Command::Whoami => login::whoami(&connection).await?,
+        Command::Skus(command) => skus::run(command, &connection.api()?).await?,
+        Command::Allocations(command) => allocations::run(command, &connection.api()?).await?,
+        Command::Ssh(args) => return ssh::run(args, &connection).await,
+        Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
+        Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
+        Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
+        Command::Policy(command) => policy::run(command, &connection.api()?).await?,
+        Command::Audit(command) => audit::run(command, &connection.api()?).await?,
+        Command::Tree(args) => tree::run(args, &connection.api()?).await?,
+        Command::Completions { shell } => completions(shell, connection.out)?,
+    }
+    Ok(0)
+}
+
+fn completions(shell: Shell, out: Out) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "gpuctl", &mut script);
+    out.line(String::from_utf8_lossy(&script).trim_end())
+}
+
+/// Which service, as whom.
+pub(crate) struct Connection {
+    server: Option<String>,
+    ca_bundle: Option<PathBuf>,
+    token: Option<SecretString>,
+    key: Option<String>,
+    pub(crate) store: Store,
+    pub(crate) out: Out,
+}
+
+impl Connection {
+    fn of(common: Common) -> Result<Self, Failure> {
+        // A variable that is set to nothing says nothing.
+        let said = |text: Option<String>| text.filter(|text| !text.is_empty());
+        Ok(Self {
+            server: said(common.server),
+            ca_bundle: common.ca_bundle.filter(|path| !path.as_os_str().is_empty()),
+            token: common.access_token,
+            key: common.idempotency_key,
+            store: Store::of_user(&common.profile)?,
+            out: Out { format: common.output, quiet: common.quiet },
+        })
+    }
+
+    /// The service's address, as it was given.
+    pub(crate) fn named_server(&self) -> Result<Url, Failure> {
+        let Some(server) = &self.server else {
+            return Err(Failure::usage("no server was named").next("Say which: --server URL, or SVC_BASE_URL."));
+        };
+        web::address(server)
+    }
+
+    /// As it can be found from any folder.
+    pub(crate) fn ca_bundle(&self) -> Result<Option<PathBuf>, Failure> {
+        let Some(path) = &self.ca_bundle else { return Ok(None) };
+        let whole = path.canonicalize();
+        whole.map(Some).map_err(|error| Failure::usage(format!("{}: {error}", path.display())))
+    }
+
+    /// The login; `None` where a token was given in its place.
+    pub(crate) fn login(&self) -> Result<Option<Login>, Failure> {
+        if self.token.is_some() {
+            return Ok(None);
+        }
+        let logged_out = |why: String| Failure::new(Ended::LoggedOut, why).next("Log in: gpuctl login");
+        let profile = self.store.profile();
+        let login = self.store.read()?.ok_or_else(|| logged_out(format!("nobody is logged in ({profile})")))?;
+        // A token goes to nobody but the server that it was asked for.
+        match &self.server {
+            Some(server) if !login::same_server(server, &login.server) => {
+                let at = &login.server;
+                Err(logged_out(format!("you are logged in at {at}, and not at {server} (--server, SVC_BASE_URL)")))
+            }
+            Some(_) | None => Ok(Some(login)),
+        }
+    }
+
+    pub(crate) fn api(&self) -> Result<Api, Failure> {
+        let (server, ca_bundle, session) = match (self.login()?, &self.token) {
+            (Some(login), _) => {
+                let ca_bundle = self.ca_bundle()?.or_else(|| login.ca_bundle.clone());
+                let server = web::address(&login.server)?;
+                (server, ca_bundle, Session::kept(self.store.clone(), login, self.out))
+            }
+            (None, Some(token)) => (self.named_server()?, self.ca_bundle()?, Session::Given(token.clone())),
+            (None, None) => return Err(Failure::new(Ended::LoggedOut, "nobody is logged in")),
+        };
+        Api::new(server, ca_bundle.as_ref(), session, self.key.clone(), self.out)
+    }
+}
+
+#[cfg(test)]
+mod tests;

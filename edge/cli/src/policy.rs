@@ -1,0 +1,157 @@
+//! Administrators: limits, lifetimes and switches, read at run time.
+
+use crate::api::{Api, Query};
+use crate::failure::Failure;
+use crate::out::Column;
+use chrono::{DateTime, Utc};
+use serde_json::{Value, json};
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Every key, with its bounds and default.
+    Catalog,
+    /// What is set, and for whom.
+    #[command(visible_alias = "ls")]
+    List {
+        /// This key alone.
+        #[arg(long)]
+        key: Option<String>,
+        #[command(flatten)]
+        scope: Scope,
+        /// At most so many.
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+        limit: u16,
+    },
+    /// Sets a value: for everybody, or for whom it is said.
+    Set {
+        key: String,
+        /// A number, true, false, or a word.
+        value: String,
+        #[command(flatten)]
+        scope: Scope,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+        /// From when on (2026-11-22T12:00:00Z); at once where it is left out.
+        #[arg(long, value_name = "INSTANT")]
+        effective_at: Option<DateTime<Utc>>,
+        /// What holds now; where it is another, nothing is set.
+        #[arg(long, value_name = "VALUE")]
+        old_value: Option<String>,
+    },
+    /// Takes a value back: the less specific one holds again.
+    Unset {
+        key: String,
+        #[command(flatten)]
+        scope: Scope,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
+    /// What holds for somebody, and what it comes from.
+    Resolve {
+        key: String,
+        #[command(flatten)]
+        scope: Scope,
+    },
+}
+
+/// Whom a value is for.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Scope {
+    /// For this user.
+    #[arg(long, value_name = "ID")]
+    user: Option<String>,
+    /// For this project.
+    #[arg(long, value_name = "ID")]
+    project: Option<String>,
+    /// For this organisation.
+    #[arg(long, value_name = "ID")]
+    org: Option<String>,
+    /// For everybody on this plan.
+    #[arg(long)]
+    plan: Option<String>,
+}
+
+impl Scope {
+    fn fields(self) -> impl Iterator<Item = (&'static str, String)> {
+        let Self { user, project, org, plan } = self;
+        let named = [("user_id", user), ("project_id", project), ("org_id", org), ("plan", plan)];
+        named.into_iter().filter_map(|(name, value)| Some((name, value?)))
+    }
+}
+
+const CATALOG: [Column; 5] =
+    [("KEY", "/key"), ("TYPE", "/type"), ("DEFAULT", "/default"), ("BOUNDS", "/bounds"), ("MEANING", "/meaning")];
+const VALUES: [Column; 6] = [
+    ("KEY", "/key"),
+    ("VALUE", "/value"),
+    ("SCOPE", "/scope"),
+    ("EFFECTIVE", "/effective_at"),
+    ("BY", "/written_by"),
+    ("WHY", "/reason"),
+];
+const RESOLVED: [Column; 5] =
+    [("key", "/key"), ("value", "/value"), ("from", "/source"), ("scope", "/scope"), ("since", "/effective_at")];
+
+const PATH: &str = "/api/v1/admin/policy-values";
+
+pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
+    match command {
+        Command::Catalog => {
+            let catalog = api.get("/api/v1/admin/policies", &[]).await?;
+            api.out.list(&catalog, &CATALOG)
+        }
+        Command::List { key, scope, limit } => {
+            let mut query: Query<'_> = scope.fields().collect();
+            query.extend(key.map(|key| ("key", key)));
+            api.out.list(&api.list(PATH, &query, limit.into()).await?, &VALUES)
+        }
+        Command::Set { key, value, scope, reason, effective_at, old_value } => {
+            let scope: Value = scope.fields().map(|(name, value)| (name.to_owned(), Value::from(value))).collect();
+            let mut body = json!({ "key": key, "value": typed(&value), "scope": scope, "reason": reason });
+            if let Some(at) = effective_at {
+                body["effective_at"] = json!(at);
+            }
+            if let Some(old) = old_value {
+                body["old_value"] = typed(&old);
+            }
+            let written = api.post(PATH, &body).await?;
+            api.out.list(&json!({ "items": [written], "next_page": null }), &VALUES)
+        }
+        Command::Unset { key, scope, reason } => {
+            let mut query: Query<'_> = scope.fields().collect();
+            query.extend([("key", key.clone()), ("reason", reason)]);
+            let taken = api.delete(PATH, &query).await?;
+            api.out.done(&taken, &format!("{key} is taken back; `gpuctl policy resolve {key}` shows what holds."))
+        }
+        Command::Resolve { key, scope } => {
+            let mut query: Query<'_> = scope.fields().collect();
+            query.push(("key", key));
+            api.out.show(&api.get(&format!("{PATH}/resolve"), &query).await?, &RESOLVED)
+        }
+    }
+}
+
+/// As its key wants it: the server says where it wants another type.
+fn typed(text: &str) -> Value {
+    match text {
+        "true" => Value::Bool(true),
+        "false" => Value::Bool(false),
+        "null" => Value::Null,
+        number => number.parse::<i64>().map_or_else(|_| number.into(), Value::from),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_what_it_looks_like() {
+        assert_eq!(typed("5"), json!(5));
+        assert_eq!(typed("true"), json!(true));
+        assert_eq!(typed("best-effort"), json!("best-effort"));
+        assert_eq!(typed("1e3"), json!("1e3"));
+    }
+}

@@ -1,0 +1,46 @@
+//! What goes on while a command waits: a line that changes in a terminal, a line for each step elsewhere.
+
+use crate::out::Out;
+use crate::text::plain;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::{self, IsTerminal as _};
+use std::time::Duration;
+
+const TURNS_EVERY: Duration = Duration::from_millis(100);
+
+pub(crate) struct Progress {
+    out: Out,
+    line: Option<ProgressBar>,
+}
+
+impl Progress {
+    pub(crate) fn begin(out: Out, what: &str) -> Self {
+        let line = (!out.quiet && io::stderr().is_terminal()).then(|| {
+            let line = ProgressBar::new_spinner();
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+                line.set_style(style);
+            }
+            line.enable_steady_tick(TURNS_EVERY);
+            line
+        });
+        if let Some(line) = &line {
+            line.set_message(plain(what));
+        }
+        Self { out, line }
+    }
+
+    pub(crate) fn step(&self, what: &str) {
+        match &self.line {
+            Some(line) => line.set_message(plain(what)),
+            None => self.out.say(&plain(what)),
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(line) = &self.line {
+            line.finish_and_clear();
+        }
+    }
+}

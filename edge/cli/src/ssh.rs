@@ -1,0 +1,260 @@
+//! `gpuctl ssh`: the user's own ssh, told everything that the allocation answers. The host key is pinned: what the host offers is looked up,
+//! compared with the fingerprint that came over the service's own TLS, and written into a file that is this allocation's alone.
+
+use crate::Connection;
+use crate::allocations;
+use crate::failure::{Ended, Failure};
+use crate::login::store::write_private;
+use base64::Engine as _;
+use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// A node may take a moment to open its door to a new tenant.
+const OPENS_WITHIN: Duration = Duration::from_secs(20);
+const LOOKS_EVERY: Duration = Duration::from_millis(500);
+/// What a host says of its keys is no longer.
+const LONGEST: usize = 64 * 1024;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SshArgs {
+    allocation: Uuid,
+    /// The private key to come in with, as `ssh -i` has it.
+    #[arg(long, short, value_name = "FILE")]
+    identity: Option<PathBuf>,
+    /// Hand this on to ssh, and again for more, such as --ssh-arg=-L8080:localhost:8080.
+    #[arg(long = "ssh-arg", value_name = "ARG", allow_hyphen_values = true)]
+    ssh_args: Vec<OsString>,
+    /// Print a Host block for ~/.ssh/config, for scp, rsync and editors, and connect nowhere.
+    #[arg(long)]
+    print_config: bool,
+    /// Believe whatever key the host offers where the service cannot say which is its own.
+    #[arg(long)]
+    accept_unknown_host_key: bool,
+    /// What to run there; a login shell where nothing is said.
+    #[arg(last = true)]
+    command: Vec<OsString>,
+}
+
+/// The way in.
+struct Door {
+    host: String,
+    port: u16,
+    user: String,
+    fingerprint: Option<String>,
+}
+
+pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Failure> {
+    let api = connection.api()?;
+    let found = api.get(&allocations::path(args.allocation), &[]).await?;
+    let door = Door::of(&found)?;
+    let known = connection.store.known_hosts()?.join(args.allocation.to_string());
+    let alias = format!("gpu-{}", args.allocation);
+    let checked = match &door.fingerprint {
+        Some(fingerprint) => {
+            pin(&door, fingerprint, &alias, &known)?;
+            "yes"
+        }
+        None if args.accept_unknown_host_key => "accept-new",
+        None => {
+            return Err(Failure::new(Ended::Refused, "the service does not know this node's host key")
+                .next("Compare it yourself when ssh shows it: --accept-unknown-host-key"));
+        }
+    };
+    if args.print_config {
+        // Whoever reads it is somewhere else.
+        let identity = args.identity.map(|path| std::path::absolute(&path).unwrap_or(path));
+        connection.out.line(&door.config(&alias, &known, checked, identity.as_deref()))?;
+        return Ok(0);
+    }
+    let mut ssh = Command::new("ssh");
+    for option in door.options(&alias, &known, checked) {
+        ssh.args(["-o", &option]);
+    }
+    if let Some(identity) = &args.identity {
+        ssh.arg("-i").arg(identity);
+    }
+    ssh.args(&args.ssh_args).args(["-p", &door.port.to_string(), "-l", &door.user, "--", &door.host]);
+    ssh.args(&args.command);
+    // In this process's place: the terminal, the signals and the exit status are ssh's.
+    let error = ssh.exec();
+    Err(Failure::new(Ended::Failed, format!("ssh cannot be run: {error}")).next("Install an OpenSSH client."))
+}
+
+impl Door {
+    fn of(allocation: &Value) -> Result<Self, Failure> {
+        let state = allocation["state"].as_str().unwrap_or_default();
+        let ssh = &allocation["ssh"];
+        if state != "active" || ssh.is_null() {
+            return Err(Failure::new(
+                Ended::Refused,
+                format!("the allocation is {state}; only an active one can be logged in to"),
+            )
+            .next("Wait for it: gpuctl allocations events --follow"));
+        }
+        let text = |name: &str| ssh[name].as_str().filter(|text| is_name(text)).map(str::to_owned);
+        let port = ssh["port"].as_u64().and_then(|port| u16::try_from(port).ok());
+        let (Some(host), Some(port), Some(user)) = (text("host"), port, text("username")) else {
+            return Err(Failure::new(Ended::Server, "the server's answer names no host, port and user to log in to"));
+        };
+        Ok(Self { host, port, user, fingerprint: ssh["host_key_fingerprint"].as_str().map(str::to_owned) })
+    }
+
+    fn options(&self, alias: &str, known: &Path, checked: &str) -> [String; 6] {
+        [
+            format!("HostKeyAlias={alias}"),
+            format!("UserKnownHostsFile=\"{}\"", known.display()),
+            "GlobalKnownHostsFile=/dev/null".to_owned(),
+            format!("StrictHostKeyChecking={checked}"),
+            // Nothing but the service says which keys are the host's.
+            "UpdateHostKeys=no".to_owned(),
+            "CheckHostIP=no".to_owned(),
+        ]
+    }
+
+    fn config(&self, alias: &str, known: &Path, checked: &str, identity: Option<&Path>) -> String {
+        let mut lines = vec![
+            format!("Host {alias}"),
+            format!("  HostName {}", self.host),
+            format!("  Port {}", self.port),
+            format!("  User {}", self.user),
+        ];
+        lines.extend(identity.map(|path| format!("  IdentityFile \"{}\"", path.display())));
+        lines.extend(
+            self.options(alias, known, checked).iter().map(|option| format!("  {}", option.replacen('=', " ", 1))),
+        );
+        lines.join("\n")
+    }
+}
+
+/// What can be a host or a user, and no option, no command and no second word of ssh's.
+fn is_name(text: &str) -> bool {
+    let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
+    !text.is_empty() && text.len() <= 255 && !text.starts_with('-') && text.chars().all(good)
+}
+
+/// Leaves in `known` the one key of the host that has this fingerprint.
+fn pin(door: &Door, fingerprint: &str, alias: &str, known: &Path) -> Result<(), Failure> {
+    let before = std::fs::read_to_string(known).unwrap_or_default();
+    if matching(&before, fingerprint).is_some() {
+        return Ok(());
+    }
+    let until = Instant::now() + OPENS_WITHIN;
+    loop {
+        let offered = scan(door)?;
+        if let Some((kind, key)) = matching(&offered, fingerprint) {
+            let line = format!("{alias} {kind} {key}\n");
+            return write_private(known, line.as_bytes())
+                .map_err(|error| Failure::new(Ended::Failed, format!("{}: {error}", known.display())));
+        }
+        let Door { host, port, .. } = door;
+        if !offered.is_empty() {
+            return Err(Failure::new(
+                Ended::Refused,
+                format!(
+                    "{host} port {port} has none but other host keys than {fingerprint}, which the \
+                 service names: somebody may be listening in between, and nothing was sent"
+                ),
+            )
+            .next("Tell the service's operator."));
+        }
+        if Instant::now() >= until {
+            return Err(Failure::new(Ended::Network, format!("{host} port {port} does not answer as an SSH server"))
+                .next(
+                    "Ask the operator whether the node can be reached from here; `gpuctl terminal` needs no way to it.",
+                ));
+        }
+        std::thread::sleep(LOOKS_EVERY);
+    }
+}
+
+/// What the host offers: lines of `host type key`. Nothing where it does not answer.
+fn scan(door: &Door) -> Result<String, Failure> {
+    let mut scan = Command::new("ssh-keyscan");
+    scan.args(["-T", "5", "-t", "ed25519,ecdsa,rsa", "-p", &door.port.to_string(), "--", &door.host]);
+    let ran = scan.stdin(Stdio::null()).stderr(Stdio::null()).output();
+    let ran = ran.map_err(|error| {
+        Failure::new(Ended::Failed, format!("ssh-keyscan cannot be run: {error}")).next("Install an OpenSSH client.")
+    })?;
+    let mut said = ran.stdout;
+    said.truncate(LONGEST);
+    Ok(String::from_utf8_lossy(&said).lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join("\n"))
+}
+
+/// The first key of these lines with the fingerprint, its type and its body.
+fn matching(lines: &str, fingerprint: &str) -> Option<(String, String)> {
+    lines.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace().skip(1);
+        let (kind, key) = (words.next()?, words.next()?);
+        let body = STANDARD.decode(key).ok()?;
+        let its = format!("SHA256:{}", STANDARD_NO_PAD.encode(Sha256::digest(&body)));
+        (its == fingerprint && is_name(kind)).then(|| (kind.to_owned(), key.to_owned()))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const KEY: &str = "AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG/IIDOAyX8sBd6dFhjytL6vAi5Gh4CqwpunUqG";
+    const OTHER: &str = "AAAAC3NzaC1lZDI1NTE5AAAAIEh4Vt1cYd4nGOsaNHWfOKTtQ8Z9zRl2Wuy1Jr4YF4aV";
+
+    fn fingerprint() -> String {
+        format!("SHA256:{}", STANDARD_NO_PAD.encode(Sha256::digest(STANDARD.decode(KEY).unwrap())))
+    }
+
+    #[test]
+    fn only_the_key_with_the_fingerprint_is_believed() {
+        let offered = format!("h ssh-rsa not-base64!\n[h]:22 ssh-ed25519 {OTHER}\n[h]:22 ssh-ed25519 {KEY}\n");
+        assert_eq!(matching(&offered, &fingerprint()), Some(("ssh-ed25519".to_owned(), KEY.to_owned())));
+        assert_eq!(matching(&format!("h ssh-ed25519 {OTHER}"), &fingerprint()), None);
+        assert_eq!(matching("", &fingerprint()), None);
+    }
+
+    #[test]
+    fn a_host_or_user_that_would_be_an_option_is_refused() {
+        let door = |host: &str, username: &str| {
+            Door::of(&json!({ "state": "active", "ssh": { "host": host, "port": 22, "username": username } }))
+        };
+        assert!(door("gpu-1.example", "u-01").is_ok() && door("::1", "u").is_ok());
+        for (host, user) in [
+            ("-oProxyCommand=touch /tmp/owned", "u"),
+            ("h", "-oProxyCommand=x"),
+            ("h;reboot", "u"),
+            ("h\nProxyCommand x", "u"),
+            ("$(reboot)", "u"),
+            ("", "u"),
+            ("h", "a b"),
+        ] {
+            assert_eq!(door(host, user).err().map(|failure| failure.ended), Some(Ended::Server), "{host:?} {user:?}");
+        }
+        let early = Door::of(&json!({ "state": "provisioning", "ssh": null }));
+        assert_eq!(early.err().map(|failure| failure.ended), Some(Ended::Refused));
+    }
+
+    #[test]
+    fn a_host_block_says_what_the_command_line_would() {
+        let door = Door { host: "gpu-1.example".into(), port: 2222, user: "u-01".into(), fingerprint: None };
+        insta::assert_snapshot!(door.config("gpu-x", Path::new("/k/x"), "yes", Some(Path::new("/id"))), @r#"
+        Host gpu-x
+          HostName gpu-1.example
+          Port 2222
+          User u-01
+          IdentityFile "/id"
+          HostKeyAlias gpu-x
+          UserKnownHostsFile "/k/x"
+          GlobalKnownHostsFile /dev/null
+          StrictHostKeyChecking yes
+          UpdateHostKeys no
+          CheckHostIP no
+        "#);
+    }
+}

@@ -1,0 +1,132 @@
+//! The keys that open what is rented. Public ones: a private key never leaves its owner's machine.
+
+use crate::api::Api;
+use crate::failure::Failure;
+use crate::out::Column;
+use crate::text::plain;
+use serde_json::json;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use uuid::Uuid;
+
+/// A public key is no longer.
+const LONGEST: u64 = 16 * 1024;
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Your keys.
+    #[command(visible_alias = "ls")]
+    List {
+        /// At most so many.
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+        limit: u16,
+    },
+    /// Adds a public key, such as ~/.ssh/id_ed25519.pub.
+    Add {
+        /// The file with the public key; `-` reads standard input.
+        file: PathBuf,
+        /// What to call it; the key's own comment, or the file's name, where it is left out.
+        #[arg(long)]
+        name: Option<String>,
+        /// Open what you rent with it where nothing else is said.
+        #[arg(long)]
+        default: bool,
+    },
+    /// Removes a key.
+    #[command(visible_alias = "rm")]
+    Delete { key: Uuid },
+    /// Opens what you rent with this key where nothing else is said.
+    Default { key: Uuid },
+}
+
+const KEYS: [Column; 6] = [
+    ("ID", "/id"),
+    ("NAME", "/name"),
+    ("TYPE", "/key_type"),
+    ("FINGERPRINT", "/fingerprint"),
+    ("DEFAULT", "/is_default"),
+    ("CREATED", "/created_at"),
+];
+
+pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
+    match command {
+        Command::List { limit } => api.out.list(&api.list("/api/v1/ssh-keys", &[], limit.into()).await?, &KEYS),
+        Command::Add { file, name, default } => {
+            let key = public_key(&file)?;
+            let name = name.or_else(|| comment(&key)).unwrap_or_else(|| name_of(&file));
+            let mut added = api.post("/api/v1/ssh-keys", &json!({ "name": name, "public_key": key })).await?;
+            if default && let Some(id) = added["id"].as_str() {
+                added = api.post(&format!("/api/v1/ssh-keys/{id}/default"), &json!({})).await?;
+            }
+            api.out.list(&json!({ "items": [added], "next_page": null }), &KEYS)
+        }
+        Command::Delete { key } => {
+            let deleted = api.delete(&format!("/api/v1/ssh-keys/{key}"), &[]).await?;
+            api.out.done(&deleted, &format!("Key {key} is deleted."))
+        }
+        Command::Default { key } => {
+            let now = api.post(&format!("/api/v1/ssh-keys/{key}/default"), &json!({})).await?;
+            api.out.done(&now, &format!("Key {key} opens what you rent from now on."))
+        }
+    }
+}
+
+fn public_key(file: &Path) -> Result<String, Failure> {
+    let wrong = |why: String| Failure::usage(format!("{}: {why}", file.display()));
+    let unread = |error: io::Error| wrong(error.to_string());
+    let mut text = String::new();
+    let source: Box<dyn Read> = match file.to_str() {
+        Some("-") => Box::new(io::stdin().lock()),
+        _ => Box::new(File::open(file).map_err(unread)?),
+    };
+    source.take(LONGEST + 1).read_to_string(&mut text).map_err(unread)?;
+    if text.contains("PRIVATE KEY") {
+        return Err(wrong(
+            "this is a private key, which is never sent anywhere; give the file that ends in .pub".into(),
+        ));
+    }
+    let key = text.trim();
+    if text.len() as u64 > LONGEST || key.lines().count() != 1 {
+        return Err(wrong("this is not one public key in OpenSSH's form".to_owned()));
+    }
+    Ok(key.to_owned())
+}
+
+/// What stands after the key's type and its body.
+fn comment(key: &str) -> Option<String> {
+    let comment = plain(key.splitn(3, ' ').nth(2)?.trim());
+    (!comment.is_empty()).then_some(comment)
+}
+
+fn name_of(file: &Path) -> String {
+    file.file_stem().map_or_else(|| "key".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_public_key_is_read_and_a_private_one_goes_nowhere() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |content: &str| {
+            let path = folder.path().join("key");
+            std::fs::write(&path, content).unwrap();
+            public_key(&path)
+        };
+        let key = file("ssh-ed25519 AAAA ann at work\n").unwrap();
+        assert_eq!(comment(&key).as_deref(), Some("ann at work"));
+        assert_eq!(comment("ssh-ed25519 AAAA"), None);
+        for bad in [
+            "-----BEGIN OPENSSH PRIVATE KEY-----\nhidden\n".to_owned(),
+            "ssh-ed25519 AAAA\nssh-ed25519 BBBB\n".to_owned(),
+            "x".repeat(20_000),
+            String::new(),
+        ] {
+            let failure = file(&bad).unwrap_err();
+            assert!(failure.ended.code() == 2 && !failure.message.contains("hidden"), "{failure}");
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! `gpuctl terminal`: a shell on an allocation in the user's own terminal, which goes on when connections are lost.
+
+mod connection;
+mod escape;
+mod raw;
+mod screen;
+mod session;
+
+use crate::api::Api;
+use crate::duration;
+use crate::failure::{Ended, Failure};
+use crate::out::say_always;
+use session::{Over, Session};
+use std::io::{self, IsTerminal as _};
+use std::time::Duration;
+use uuid::Uuid;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TerminalArgs {
+    allocation: Uuid,
+    /// Go back to a shell that was left.
+    #[arg(long, value_name = "ID")]
+    session: Option<Uuid>,
+    /// How long to look for a way back when the connection is lost (`90s`, `10m`).
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = duration::parse)]
+    reconnect_for: Duration,
+    /// Hand every `~` on to the shell.
+    #[arg(long)]
+    no_escape: bool,
+}
+
+pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
+    let allocation = args.allocation;
+    if !io::stdin().is_terminal() {
+        return Err(Failure::usage("standard input is no terminal")
+            .next(format!("Run a command without one: gpuctl ssh {allocation} -- COMMAND")));
+    }
+    let mut session = Session::begin(args, api)?;
+    let over = session.live().await;
+    let id = session.id();
+    // The user's own terminal is theirs again before anything is said.
+    let unclean = !matches!(over, Ok(Over::Exited { .. }));
+    session.finish(unclean).await;
+    match over? {
+        Over::Exited { code: Some(code), .. } => Ok(u8::try_from(code & 0xff).unwrap_or(u8::MAX)),
+        Over::Exited { code: None, signal } => Ok(by_signal(signal.unwrap_or_default())),
+        Over::Signalled(signal) => Ok(by_signal(signal)),
+        Over::Left => {
+            if let Some(id) = id {
+                say_always(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
+            }
+            Ok(0)
+        }
+        Over::Closed(code) => Err(closed(code)),
+    }
+}
+
+/// As a shell tells of it.
+fn by_signal(signal: i32) -> u8 {
+    u8::try_from(128_i32.saturating_add(signal)).unwrap_or(u8::MAX)
+}
+
+/// A session that the service ended, by its close code.
+fn closed(code: u16) -> Failure {
+    let (ended, why) = match code {
+        4403 => (Ended::Refused, "the allocation was released, or an administrator closed the session"),
+        4408 => (Ended::Refused, "the session has reached the end of its time; a new one can be opened"),
+        4409 => (Ended::Refused, "another connection has taken this session over"),
+        4401 => (Ended::Refused, "the service takes none of its own tokens for this session"),
+        1011 => (Ended::Server, "the node could not run the session"),
+        _ => (Ended::Server, "the service closed the connection"),
+    };
+    Failure::new(ended, format!("{why} (close code {code})"))
+}

@@ -1,0 +1,63 @@
+//! What others wrote, as it is shown in a terminal: nothing of it moves the cursor.
+
+use chrono::{DateTime, Utc};
+use serde_json::Value;
+
+/// Longer texts are cut in tables; `--output json` has all of it.
+const LONGEST: usize = 200;
+
+/// The text with every control character (and what turns the direction of text) replaced; a line break becomes a space.
+pub(crate) fn plain(text: &str) -> String {
+    let shown = |c: char| match c {
+        '\n' | '\t' => ' ',
+        c if c.is_control() => '\u{fffd}',
+        '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}' => '\u{fffd}',
+        c => c,
+    };
+    text.chars().map(shown).collect()
+}
+
+/// A value in a cell of a table: texts as they are, instants to the second, nothing as `-`.
+pub(crate) fn cell(value: &Value) -> String {
+    let text = match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => instant(text).unwrap_or_else(|| plain(text)),
+        Value::Bool(true) => "yes".to_owned(),
+        Value::Bool(false) => "no".to_owned(),
+        Value::Array(items) if items.is_empty() => "-".to_owned(),
+        Value::Array(items) if items.iter().all(|item| !item.is_object()) => {
+            items.iter().map(cell).collect::<Vec<_>>().join(", ")
+        }
+        Value::Number(_) | Value::Array(_) | Value::Object(_) => plain(&value.to_string()),
+    };
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None if text.is_empty() => "-".to_owned(),
+        None => text,
+    }
+}
+
+fn instant(text: &str) -> Option<String> {
+    // Cheaper than to try every text.
+    let looks = text.len() >= 20 && text.as_bytes().get(10) == Some(&b'T');
+    let at: DateTime<Utc> = looks.then(|| text.parse().ok())??;
+    Some(at.format("%Y-%m-%d %H:%M:%SZ").to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn cells_are_short_plain_and_never_empty() {
+        let shown = |value: Value| cell(&value);
+        assert_eq!(shown(json!(null)), "-");
+        assert_eq!(shown(json!("")), "-");
+        assert_eq!(shown(json!(true)), "yes");
+        assert_eq!(shown(json!(["eu-1", "eu-2"])), "eu-1, eu-2");
+        assert_eq!(shown(json!("2026-11-22T01:02:03.456789Z")), "2026-11-22 01:02:03Z");
+        assert_eq!(shown(json!("a\u{1b}]0;owned\u{7}\r\nb\u{202e}")), "a\u{fffd}]0;owned\u{fffd}\u{fffd} b\u{fffd}");
+        assert_eq!(shown(json!("x".repeat(1000))).chars().count(), LONGEST + 1);
+    }
+}

@@ -1,0 +1,128 @@
+//! Administrators: what runs in the cluster, and why anything waits.
+
+use crate::api::{Api, Query};
+use crate::failure::Failure;
+use crate::out::{Column, tabled};
+use crate::text::{cell, plain};
+use serde_json::Value;
+use std::fmt::Write as _;
+
+/// Workers hang no deeper; a tree that says otherwise is cut.
+const DEEPEST: usize = 16;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TreeArgs {
+    /// Entities of this kind: node, allocation, sku and so on.
+    #[arg(long)]
+    kind: Option<String>,
+    /// Entities in this state.
+    #[arg(long)]
+    state: Option<String>,
+    /// Entities past their deadline.
+    #[arg(long)]
+    overdue: bool,
+    /// Entities that failed too often.
+    #[arg(long)]
+    parked: bool,
+    /// With every member's shards one by one.
+    #[arg(long)]
+    shards: bool,
+}
+
+const ENTITIES: [Column; 7] = [
+    ("KIND", "/kind"),
+    ("ID", "/id"),
+    ("LIVES AT", "/member_name"),
+    ("STATUS", "/status"),
+    ("STATE", "/state"),
+    ("WAITS FOR", "/waits_for"),
+    ("UNTIL", "/deadline_at"),
+];
+
+pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
+    let mut query: Query<'_> = Vec::new();
+    query.extend(args.kind.map(|kind| ("kind", kind)));
+    query.extend(args.state.map(|state| ("state", state)));
+    for (name, wanted) in [("overdue", args.overdue), ("parked", args.parked), ("shards", args.shards)] {
+        query.extend(wanted.then(|| (name, "true".to_owned())));
+    }
+    let tree = api.get("/api/v1/admin/runtime/tree", &query).await?;
+    if api.out.is_json() { api.out.json(&tree) } else { api.out.line(drawn(&tree).trim_end()) }
+}
+
+fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
+    of[name].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Writing into a text does not fail.
+fn drawn(tree: &Value) -> String {
+    let mut text = String::new();
+    for member in items(tree, "members") {
+        let [name, shards, awake] = ["name", "shards", "awake"].map(|field| cell(&member[field]));
+        let _ = writeln!(text, "{name}  {shards} shards, {awake} entities awake");
+        below(&mut text, member, "root", 1);
+    }
+    for silent in items(tree, "silent") {
+        let _ = writeln!(text, "{}  lives, and did not answer", cell(silent));
+    }
+    text.push('\n');
+    for (kind, states) in tree["entities_by_kind"].as_object().into_iter().flatten() {
+        let counts = states.as_object().into_iter().flatten().map(|(state, count)| format!("{count} {}", plain(state)));
+        let _ = writeln!(text, "{}: {}", plain(kind), counts.collect::<Vec<_>>().join(", "));
+    }
+    let _ = writeln!(text, "overdue: {}, parked: {}", cell(&tree["overdue"]), cell(&tree["parked"]));
+    let entities = items(tree, "entities");
+    if !entities.is_empty() {
+        let _ = writeln!(text, "\n{}", tabled(entities, &ENTITIES));
+    }
+    if tree["truncated"] == true {
+        text.push_str("There are more; narrow the selection with --kind and --state.\n");
+    }
+    text
+}
+
+fn below(text: &mut String, member: &Value, parent: &str, depth: usize) {
+    for worker in items(member, "workers").iter().filter(|worker| worker["under"] == parent && depth < DEEPEST) {
+        let [name, state, what] = ["name", "state", "what"].map(|field| cell(&worker[field]));
+        let trouble = match &worker["last_error"] {
+            Value::Null => String::new(),
+            error => format!("  {} restarts, last: {}", cell(&worker["restarts"]), cell(error)),
+        };
+        let _ = writeln!(text, "{}{name:<20} {state:<12} {what}{trouble}", "  ".repeat(depth));
+        below(text, member, worker["name"].as_str().unwrap_or_default(), depth + 1);
+        if name == "entities" {
+            for shard in items(member, "owned_shards") {
+                let [number, state, epoch] = ["shard", "state", "epoch"].map(|field| cell(&shard[field]));
+                let _ = writeln!(text, "{}shard {number:<14} {state:<12} epoch {epoch}", "  ".repeat(depth + 1));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_tree_hangs_everything_where_it_belongs() {
+        let worker = |name: &str, under: &str, error: Value| json!({ "name": name, "under": under, "state": "running", "what": "does it", "restarts": 2, "last_error": error });
+        let tree = json!({
+            "members": [{
+                "name": "replica-1", "shards": 256, "awake": 3,
+                "workers": [
+                    worker("entities", "root", Value::Null),
+                    worker("relay", "bus", json!("no\u{1b}[2J route")),
+                    worker("bus", "root", Value::Null),
+                    worker("its own parent", "its own parent", Value::Null),
+                ],
+                "owned_shards": [{ "shard": 7, "state": "open", "epoch": 9 }],
+            }],
+            "silent": ["0198"],
+            "entities_by_kind": { "node": { "active": 2, "offline": 1 } },
+            "overdue": 1, "parked": 0, "truncated": true,
+            "entities": [{ "kind": "node", "id": "0199", "member_name": "replica-1", "status": "awake", "state": "offline" }],
+        });
+        insta::assert_snapshot!(drawn(&tree));
+    }
+}

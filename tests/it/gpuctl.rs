@@ -1,0 +1,316 @@
+//! `gpuctl`, as a user types it: against the whole service, in pipes and in a real terminal.
+
+use nix::sys::signal::{Signal, kill};
+use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt as _;
+use std::time::Duration;
+use tests::world::gpuctl::{Gpuctl, OnScreen};
+use tests::world::{REGION, World, ssh_public_key};
+use uuid::Uuid;
+
+/// An allocation of whoever is logged in there, active.
+async fn rented(gpuctl: &Gpuctl) -> String {
+    let wanted = ["-o", "json", "-q", "allocations", "create", "--sku", "h100", "--region", REGION];
+    let made = gpuctl.run(&wanted).await.json();
+    assert_eq!(made["state"], "active", "{made}");
+    made["id"].as_str().unwrap().to_owned()
+}
+
+/// A terminal in a terminal, at its shell's prompt.
+async fn opened(gpuctl: &Gpuctl, allocation: &str, more: &[&str]) -> OnScreen {
+    let mut screen = gpuctl.in_terminal(&[&["terminal", allocation][..], more].concat(), 100, 30);
+    // Its prompt, whatever that is to this machine.
+    screen.shows_something().await;
+    screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
+    screen.shows("begun").await;
+    screen
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.gpuctl();
+    assert!(gpuctl.run(&["whoami"]).await.failed(3).contains("gpuctl login"));
+    let said = world.log_in(&gpuctl, "user").await.ok();
+    assert!(said.contains("as user"), "{said}");
+    let kept = gpuctl.folder().join("default.json");
+    assert_eq!(std::fs::metadata(&kept).unwrap().permissions().mode() & 0o777, 0o600);
+    let login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
+    world.keep_secret("the token of a login", login["access_token"].as_str().unwrap());
+    let who = gpuctl.run(&["-o", "json", "whoami"]).await.json();
+    assert_eq!((who["name"].as_str(), &who["roles"]), (Some("user"), &json!(["user"])), "{who}");
+
+    let key_file = gpuctl.home().join("key.pub");
+    std::fs::write(&key_file, ssh_public_key("ann@laptop")).unwrap();
+    let added = gpuctl.run(&["ssh-keys", "add", key_file.to_str().unwrap(), "--default"]).await.ok();
+    assert!(added.contains("ann@laptop") && added.contains("SHA256:"), "{added}");
+    let skus = gpuctl.run(&["skus", "list"]).await.ok();
+    assert!(skus.starts_with("NAME") && skus.contains("h100") && skus.contains(REGION), "{skus}");
+
+    // Not in a terminal, progress is a line for each step.
+    let created = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "2"]).await;
+    let steps: Vec<&str> = ["requested", "provisioning", "active"]
+        .into_iter()
+        .filter(|state| created.err.contains(&format!(": {state}, ")))
+        .collect();
+    assert_eq!(steps, ["requested", "provisioning", "active"], "{created:?}");
+    assert!(created.err.contains("gpuctl terminal"), "{created:?}");
+    let shown = created.ok();
+    let id = shown.lines().next().unwrap().split_whitespace().nth(1).unwrap().to_owned();
+    id.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {shown}"));
+
+    let listed = gpuctl.run(&["-o", "json", "allocations", "list", "--state", "active"]).await.json();
+    assert_eq!((&listed["items"][0]["id"], &listed["items"][0]["gpu_count"]), (&json!(id), &json!(2)), "{listed}");
+    let table = gpuctl.run(&["allocations", "ls"]).await.ok();
+    assert_eq!(table.lines().count(), 2, "{table}");
+    let history = gpuctl.run(&["-o", "json", "allocations", "events", &id]).await.json();
+    assert_eq!(history["items"].as_array().unwrap().last().unwrap()["state"], "active", "{history}");
+
+    // Whoever follows sees the release to its end, and is not asked for a thing.
+    let follows = gpuctl.command(&["-o", "json", "allocations", "events", "--follow", &id]).spawn().unwrap();
+    let released = gpuctl.run(&["-o", "json", "-q", "allocations", "release", &id]).await.json();
+    assert_eq!(released["state"], "released", "{released}");
+    let followed = follows.wait_with_output().await.unwrap();
+    let states: Vec<Value> = String::from_utf8(followed.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["state"].clone())
+        .collect();
+    assert!(followed.status.success() && states.last() == Some(&json!("released")), "{states:?}");
+
+    assert_eq!(gpuctl.run(&["logout"]).await.ok().trim(), "Logged out.");
+    assert!(!kept.exists());
+    gpuctl.run(&["allocations", "list"]).await.failed(3);
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_own() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let nobody = Uuid::now_v7().to_string();
+
+    gpuctl.run(&["allocations", "show", "not-an-id"]).await.failed(2);
+    gpuctl.run(&["allocations", "list", "--state", "nonsense"]).await.failed(2);
+    let forbidden = gpuctl.run(&["nodes", "list"]).await.failed(4);
+    assert!(forbidden.contains("forbidden (403)") && forbidden.contains("correlation id: "), "{forbidden}");
+    let unknown = gpuctl.run(&["-o", "json", "allocations", "show", &nobody]).await.failed(5);
+    let unknown: Value = serde_json::from_str(&unknown).unwrap();
+    assert_eq!(
+        (&unknown["error"]["code"], &unknown["error"]["exit_code"]),
+        (&json!("not_found"), &json!(5)),
+        "{unknown}"
+    );
+    let full = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8", "--no-wait"]).await;
+    full.ok();
+    let refused = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8"]).await.failed(6);
+    assert!(refused.contains("insufficient_capacity (409)") && refused.contains("--queue"), "{refused}");
+    // The same key, another request.
+    let once =
+        ["--idempotency-key", "mine", "allocations", "create", "--sku", "h100", "--queue", "60", "--no-wait", "--gpus"];
+    let first = gpuctl.run(&[&["-o", "json"][..], &once, &["1"]].concat()).await.json();
+    let again = gpuctl.run(&[&["-o", "json"][..], &once, &["1"]].concat()).await.json();
+    assert_eq!(first["id"], again["id"]);
+    let reused = gpuctl.run(&[&once[..], &["2"]].concat()).await.failed(6);
+    assert!(reused.contains("idempotency_key_reused"), "{reused}");
+    let waiting = first["id"].as_str().unwrap();
+    let early = gpuctl.run(&["ssh", waiting, "--", "true"]).await.failed(6);
+    assert!(early.contains("only an active one"), "{early}");
+    let no_terminal = gpuctl.run(&["terminal", waiting]).await.failed(2);
+    assert!(no_terminal.contains("gpuctl ssh"), "{no_terminal}");
+    let late =
+        gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60", "--timeout", "1s"]);
+    let late = late.await.failed(10);
+    assert!(late.contains("--follow"), "{late}");
+
+    // In a terminal progress is one line, and whoever is tired of it goes; what was asked for stays.
+    let line = ["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60"];
+    let mut screen = gpuctl.in_terminal(&line, 120, 30);
+    screen.shows(": requested, ").await;
+    screen.enter("\u{3}").await;
+    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert!(screen.text().contains("goes on without being watched"), "{}", screen.text());
+
+    // A token goes to no other server than its own, and to one that is not there in vain.
+    let elsewhere = gpuctl.run(&["--server", "https://127.0.0.1:9", "skus", "list"]).await.failed(3);
+    assert!(elsewhere.contains("not at https://127.0.0.1:9"), "{elsewhere}");
+    let away = world.gpuctl_at("https://127.0.0.1:9").with("SVC_ACCESS_TOKEN", "a-token");
+    assert!(away.run(&["skus", "list"]).await.failed(9).contains("cannot be reached"));
+    // Whom the authority in hand does not vouch for.
+    let other = gpuctl.home().join("other.pem");
+    std::fs::copy(authority_of_another(gpuctl.home()), &other).unwrap();
+    let distrusted = gpuctl.run(&["--ca-bundle", other.to_str().unwrap(), "skus", "list"]).await.failed(9);
+    assert!(distrusted.contains("certificate") && distrusted.contains("--ca-bundle"), "{distrusted}");
+    // A login that has ended, and nothing to renew it with; a wrong password; a token that never was one.
+    let kept = gpuctl.folder().join("default.json");
+    let mut login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
+    login["expires_at"] = json!("2026-01-01T00:00:00Z");
+    std::fs::write(&kept, login.to_string()).unwrap();
+    assert!(gpuctl.run(&["skus", "list"]).await.failed(3).contains("gpuctl login"));
+    let wrong = gpuctl.run_with(&["login", "--username", "user", "--password-stdin"], "wrong\n").await.failed(3);
+    assert!(wrong.contains("Invalid user credentials"), "{wrong}");
+    let forged = world.gpuctl().with("SVC_ACCESS_TOKEN", "no-token");
+    assert!(forged.run(&["skus", "list"]).await.failed(3).contains("unauthenticated (401)"));
+
+    for allocation in gpuctl_items(&world.user.get("/api/v1/allocations").await.ok()) {
+        let path = format!("/api/v1/allocations/{allocation}/release");
+        world.user.post(&path, &json!({})).await.accepted();
+    }
+    world.end().await;
+}
+
+fn gpuctl_items(list: &Value) -> Vec<String> {
+    list["items"].as_array().unwrap().iter().map(|item| item["id"].as_str().unwrap().to_owned()).collect()
+}
+
+fn authority_of_another(folder: &std::path::Path) -> std::path::PathBuf {
+    let authority = supervisors::dev::pki::Authority::create(&folder.join("pki")).expect("an authority can be made");
+    authority.certificate_path().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn administrators_see_and_steer_the_service_by_command_line() {
+    let mut world = World::start().await;
+    let node = world.node("h100").await;
+    let gpuctl = world.logged_in("admin").await;
+    let id = node.id.to_string();
+    let listed = gpuctl.run(&["nodes", "list", "--state", "active"]).await.ok();
+    assert!(listed.contains(&id) && listed.contains(&node.name), "{listed}");
+    let set = ["policy", "set", "billing.window_seconds", "120", "--plan", "trial", "--reason", "a test wants it"];
+    assert!(gpuctl.run(&set).await.ok().contains("120"));
+    let holds = ["-o", "json", "policy", "resolve", "billing.window_seconds", "--plan", "trial"];
+    let mut held = Value::Null;
+    for _ in 0..100 {
+        held = gpuctl.run(&holds).await.json();
+        if held["value"] == 120 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!((&held["value"], &held["source"]), (&json!(120), &json!("plan")), "{held}");
+    let bad = gpuctl.run(&["policy", "set", "billing.window_seconds", "0", "--reason", "too small"]).await.failed(2);
+    assert!(bad.contains("policy_out_of_bounds"), "{bad}");
+    let taken = ["policy", "unset", "billing.window_seconds", "--plan", "trial", "--reason", "a test wants it"];
+    gpuctl.run(&taken).await.ok();
+    assert!(gpuctl.run(&["policy", "catalog"]).await.ok().contains("billing.window_seconds"));
+
+    let away = ["-o", "json", "nodes", "quarantine", &id, "--reason", "a look"];
+    assert_eq!(gpuctl.run(&away).await.json()["state"], "quarantined");
+    let back = ["-o", "json", "nodes", "release-quarantine", &id, "--reason", "looked at"];
+    gpuctl.run(&back).await.ok();
+    let rows = gpuctl.run(&["audit", "list", "--target", &id, "--action", "nodes.quarantine"]).await.ok();
+    assert!(rows.contains("nodes.quarantine") && rows.contains("a look"), "{rows}");
+    let tree = gpuctl.run(&["tree"]).await.ok();
+    assert!(tree.contains("replica-1") && tree.contains("node: "), "{tree}");
+    assert!(gpuctl.run(&["nodes", "tasks", &id]).await.ok().contains("Ended:"));
+    assert!(gpuctl.run(&["completions", "bash"]).await.ok().contains("gpuctl"));
+    node.expect_state("active").await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_types_in_a_terminal_of_their_own_resizes_it_and_gets_the_exit_status() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+    assert!(screen.is_raw());
+    screen.enter("stty size; tty | grep -c pts\r").await;
+    screen.shows("30 100").await;
+    screen.resize(132, 43);
+    screen.enter("sleep 0.3; stty size\r").await;
+    screen.shows("43 132").await;
+    // Control characters are the shell's.
+    screen.enter("sleep 1000\r").await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    screen.enter("\u{3}").await;
+    screen.enter("echo went-on-$((40 + 2))\r").await;
+    screen.shows("went-on-42").await;
+    // More than any buffer in between holds.
+    screen.enter("seq 1 200000 | tail -c 900000; echo th''rough\r").await;
+    screen.shows("through").await;
+    assert!(screen.text().contains("199999\r\n200000\r\n"));
+    screen.enter("exit 7\r").await;
+    assert_eq!(screen.ends().await.code(), Some(7), "{}", screen.text());
+    assert!(!screen.is_raw());
+
+    // A shell that a signal ends, as shells tell of it.
+    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+    screen.enter("kill -9 $$\r").await;
+    assert_eq!(screen.ends().await.code(), Some(137));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shell_that_was_left_runs_on_and_a_terminal_is_whole_again_after_a_signal() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+    screen.enter("kept=of-before; echo not a ~. here\r").await;
+    screen.shows("not a ~. here").await;
+    screen.enter("~?").await;
+    screen.shows("leave; the shell runs on").await;
+    screen.enter("\r~.").await;
+    assert_eq!(screen.ends().await.code(), Some(0));
+    let told = screen.text();
+    let session = told.rsplit("--session ").next().unwrap().trim().to_owned();
+    session.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {told}"));
+
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
+    // What was shown before is shown again.
+    screen.shows("not a ~. here").await;
+    screen.enter("echo \"$kept-$((1 + 1))\"\r").await;
+    screen.shows("of-before-2").await;
+    kill(screen.pid(), Signal::SIGTERM).unwrap();
+    assert_eq!(screen.ends().await.code(), Some(128 + 15));
+    assert!(!screen.is_raw(), "the terminal is the user's again");
+    assert!(screen.text().contains("\u{1b}[?25h"), "what a program may have left on is off");
+
+    // One that is released under its user's hands.
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
+    screen.shows("of-before-2").await;
+    gpuctl.run(&["allocations", "release", &allocation]).await.ok();
+    assert_eq!(screen.ends().await.code(), Some(6));
+    assert!(screen.text().contains("was released"), "{}", screen.text());
+    assert!(!screen.is_raw());
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_replica_that_serves_the_terminal_is_killed_and_the_session_goes_on() {
+    let mut world = World::plan().replicas(3).start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+    screen.enter("for i in $(seq 1 300); do echo line-$i; sleep 0.02; done; echo all''done\r").await;
+    screen.shows("line-20\r").await;
+    let serving = serving(&world).await;
+    world.kill9_replica(serving);
+    // Typed while there is no connection, or on the new one: it comes through.
+    screen.shows("alldone").await;
+    let lines: Vec<String> =
+        screen.text().lines().filter(|line| line.starts_with("line-")).map(|line| line.trim().to_owned()).collect();
+    let expected: Vec<String> = (1..=300).map(|i| format!("line-{i}")).collect();
+    assert_eq!(lines, expected);
+    screen.enter("exit 3\r").await;
+    assert_eq!(screen.ends().await.code(), Some(3), "{}", screen.text());
+    world.restart_replica(serving).await;
+    world.end().await;
+}
+
+/// The replica with the user's connection.
+async fn serving(world: &World) -> usize {
+    for index in 0..world.replicas.len() {
+        let page = world.at_replica(index, "admin").once(reqwest::Method::GET, "/metrics", None).await.text;
+        if page.lines().any(|line| line == "terminal_connections 1") {
+            return index;
+        }
+    }
+    panic!("no replica has a terminal's connection");
+}
