@@ -104,7 +104,8 @@ has_node() { have node && have npm && at_least "$(node --version | tr -d v)" "$n
 
 # Prints the Debian packages of what is missing, so that they can be installed, or asked for, all at once.
 missing_packages() {
-    have cc || printf 'build-essential '
+    # make: the allocator is built by its own Makefile.
+    { have cc && have make; } || printf 'build-essential '
     has_node || printf 'nodejs npm '
     [ -n "$(find_postgres)" ] || printf 'postgresql '
     if [ -z "$(find_nats)" ]; then

@@ -1,15 +1,26 @@
 //! What every router gets around it: a bound on time, a bound on number, a net under panics, and answers for paths and
 //! methods that do not exist.
 
-use std::{any::Any, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    convert::Infallible,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use axum::{
     Router,
-    extract::{Request, State},
-    middleware::{Next, from_fn_with_state},
+    extract::Request,
+    middleware::from_fn_with_state,
     response::{IntoResponse, Response},
 };
+use futures::{
+    FutureExt,
+    future::{BoxFuture, ready},
+};
 use tokio::sync::Semaphore;
+use tower::{Service, layer::layer_fn};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::{
@@ -39,8 +50,7 @@ pub fn bounded<S: Clone + Send + Sync + 'static>(
     timeout: RequestTimeout,
     concurrency: Concurrency,
 ) -> Router<S> {
-    // One layer for both: each has boxes of its own in every request that waits.
-    router.route_layer(from_fn_with_state((timeout, concurrency), within_bounds))
+    router.route_layer(layer_fn(move |inner| Bounded { inner, timeout, concurrency: concurrency.clone() }))
 }
 
 /// Finishes a router: unknown paths and methods and panics are answered with the envelope. Nothing may be added outside.
@@ -52,18 +62,42 @@ pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, outermost: 
         .layer(from_fn_with_state(outermost, request_scope))
 }
 
-async fn within_bounds(
-    State((RequestTimeout(limit), Concurrency(permits))): State<(RequestTimeout, Concurrency)>,
-    request: Request,
-    next: Next,
-) -> Response {
-    let Ok(_permit) = permits.try_acquire() else {
-        return ApiError::overloaded().because("the bound on concurrent requests is reached").into_response();
-    };
-    match tokio::time::timeout(limit, next.run(request)).await {
-        Ok(response) => response,
-        // The handler is dropped where it waits; what it had asked for may still happen.
-        Err(_) => ApiError::unavailable(format!("no answer within {limit:?}")).into_response(),
+/// Both bounds in one service, and no `from_fn`: each layer has boxes of its own in every request that waits, and that of an `async fn`
+/// keeps room for the request for as long.
+#[derive(Clone)]
+struct Bounded<S> {
+    inner: S,
+    timeout: RequestTimeout,
+    concurrency: Concurrency,
+}
+
+impl<S> Service<Request> for Bounded<S>
+where
+    S: Service<Request, Response = Response, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request) -> Self::Future {
+        let Ok(permit) = Arc::clone(&self.concurrency.0).try_acquire_owned() else {
+            let refusal = ApiError::overloaded().because("the bound on concurrent requests is reached");
+            return ready(Ok(refusal.into_response())).boxed();
+        };
+        let RequestTimeout(limit) = self.timeout;
+        let answering = tokio::time::timeout(limit, self.inner.call(request));
+        let answer = answering.map(move |answered| {
+            drop(permit);
+            // Where it took too long, the handler is dropped where it waits; what it had asked for may still happen.
+            answered
+                .unwrap_or_else(|_| Ok(ApiError::unavailable(format!("no answer within {limit:?}")).into_response()))
+        });
+        answer.boxed()
     }
 }
 

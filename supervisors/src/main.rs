@@ -11,9 +11,9 @@ use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, logging, serve};
 
-/// Gives memory back after a burst.
+/// Gives memory back after a burst, and touches no page of a buffer before somebody writes to it (decisions/0014).
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// The control plane that rents out GPU nodes.
 #[derive(Debug, Parser)]

@@ -3,6 +3,7 @@
 use std::{
     io,
     net::SocketAddr,
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -16,6 +17,7 @@ use axum::{
     extract::{ConnectInfo, Request},
     http::{HeaderMap, StatusCode, Uri, Version, header::HOST},
 };
+use futures::{FutureExt, future::BoxFuture};
 use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
@@ -139,14 +141,34 @@ impl TlsServer {
         handshake: OwnedSemaphorePermit,
         stop: &CancellationToken,
     ) {
+        // In a box, which is given back: a task is for ever as large as the largest thing that it awaits.
+        let begun = Box::pin(self.begin(stream, address, slot, handshake, stop)).await;
+        if let Some(speaking) = begun {
+            speaking.await;
+        }
+    }
+
+    /// The handshake, and what follows it.
+    async fn begin(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        slot: OwnedSemaphorePermit,
+        handshake: OwnedSemaphorePermit,
+        stop: &CancellationToken,
+    ) -> Option<BoxFuture<'static, ()>> {
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
-        // In a box, which is given back: the task is as large as the largest thing that it ever awaits.
-        let handshaking = Box::pin(acceptor.accept(stream));
-        let stream = match timeout(self.limits.handshake_timeout, handshaking).await {
+        let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
             Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return debug!(%address, %error, "a TLS handshake failed"),
-            Err(_) => return debug!(%address, "a TLS handshake took too long"),
+            Ok(Err(error)) => {
+                debug!(%address, %error, "a TLS handshake failed");
+                return None;
+            }
+            Err(_) => {
+                debug!(%address, "a TLS handshake took too long");
+                return None;
+            }
         };
         drop(handshake);
         let session = stream.get_ref().1;
@@ -160,16 +182,17 @@ impl TlsServer {
             .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
         let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
         let stream = self.connections.watch(whose, stream, slot);
-        Box::pin(self.speak(stream, peer, speaks_h2, stop)).await;
+        Some(self.speak(stream, peer, speaks_h2, stop.clone()))
     }
 
-    async fn speak(
+    /// Serves requests on a connection to its end. No `async fn`: what such a one is given it keeps room for while it waits.
+    fn speak(
         &self,
         stream: Watched<TlsStream<TcpStream>>,
         peer: Peer,
         speaks_h2: bool,
-        stop: &CancellationToken,
-    ) {
+        stop: CancellationToken,
+    ) -> BoxFuture<'static, ()> {
         let address = peer.address;
         let limits = &self.limits;
         let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
@@ -201,31 +224,8 @@ impl TlsServer {
             }
         });
         let io = TokioIo::new(answering);
-        let first_by = Instant::now() + limits.header_read_timeout;
-        // The two connection types share methods, not a trait.
-        macro_rules! drive {
-            ($connection:expr) => {{
-                // In a box of its own size: in this future it would lie twice, where it came in and where it is pinned.
-                let mut connection = Box::pin($connection);
-                let (mut draining, mut awaiting_first) = (false, true);
-                loop {
-                    tokio::select! {
-                        result = connection.as_mut() => break result,
-                        () = stop.cancelled(), if !draining => {
-                            draining = true;
-                            connection.as_mut().graceful_shutdown();
-                        }
-                        () = sleep_until(first_by), if awaiting_first => {
-                            awaiting_first = false;
-                            if !asked.load(Ordering::Relaxed) {
-                                break Ok(());
-                            }
-                        }
-                    }
-                }
-            }};
-        }
-        let result = if speaks_h2 {
+        let first = First { by: Instant::now() + limits.header_read_timeout, asked };
+        if speaks_h2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder
                 .timer(TokioTimer::new())
@@ -237,7 +237,8 @@ impl TlsServer {
                 // Finds peers that are gone without a word.
                 .keep_alive_interval(Duration::from_secs(30))
                 .keep_alive_timeout(Duration::from_secs(20));
-            drive!(builder.serve_connection(io, service))
+            let connection = Box::pin(builder.serve_connection(io, service));
+            drive(connection, http2::Connection::graceful_shutdown, first, stop, address).boxed()
         } else {
             let mut builder = http1::Builder::new();
             builder
@@ -245,11 +246,44 @@ impl TlsServer {
                 .header_read_timeout(limits.header_read_timeout)
                 .max_buf_size(limits.header_bytes.max(8192))
                 .max_headers(limits.header_count);
-            drive!(builder.serve_connection(io, service).with_upgrades())
-        };
-        if let Err(error) = result {
-            debug!(%address, %error, "a connection ended with an error");
+            let connection = Box::pin(builder.serve_connection(io, service).with_upgrades());
+            drive(connection, http1::UpgradeableConnection::graceful_shutdown, first, stop, address).boxed()
         }
+    }
+}
+
+/// By when a connection must have asked for something.
+struct First {
+    by: Instant,
+    asked: Arc<AtomicBool>,
+}
+
+/// Runs a connection of either protocol to its end; told to stop, it finishes what it does and takes nothing new.
+async fn drive<C: Future<Output = hyper::Result<()>>>(
+    mut connection: Pin<Box<C>>,
+    wind_down: fn(Pin<&mut C>),
+    first: First,
+    stop: CancellationToken,
+    address: SocketAddr,
+) {
+    let (mut draining, mut awaiting_first) = (false, true);
+    let result = loop {
+        tokio::select! {
+            result = connection.as_mut() => break result,
+            () = stop.cancelled(), if !draining => {
+                draining = true;
+                wind_down(connection.as_mut());
+            }
+            () = sleep_until(first.by), if awaiting_first => {
+                awaiting_first = false;
+                if !first.asked.load(Ordering::Relaxed) {
+                    break Ok(());
+                }
+            }
+        }
+    };
+    if let Err(error) = result {
+        debug!(%address, %error, "a connection ended with an error");
     }
 }
 
