@@ -84,7 +84,7 @@ impl World {
         let mut policy = PolicyBook::default();
         policy.set(Key::AllocationMaxConcurrent, Scope::Global, now, Value::Int(QUOTA)).unwrap();
         policy.set(Key::AllocationReleaseMaxAttempts, Scope::Global, now, Value::Int(3)).unwrap();
-        policy.set(Key::BillingLowBalanceThreshold, Scope::Global, now, Value::Int(30)).unwrap();
+        policy.set(Key::BillingLowBalanceThreshold, Scope::Global, now, Value::Int(8)).unwrap();
         policy.set(Key::AllocationReleaseTimeout, Scope::Global, now, Value::Int(120)).unwrap();
         let mut world = Self {
             now,
@@ -106,7 +106,7 @@ impl World {
             reached: BTreeSet::new(),
         };
         // The last of the users is poor.
-        for (user, amount_minor) in (0..USERS).zip([100_000, 100_000, 100_000, 60]) {
+        for (user, amount_minor) in (0..USERS).zip([100_000, 100_000, 100_000, 12]) {
             world.give(user, amount_minor);
         }
         for n in 1..=NODES {
