@@ -1,6 +1,8 @@
 //! Accounts in hostile hands: what is said of allocations comes late, twice, out of order or never, clocks go back, values change. In the
 //! end every allocation has cost what it was used, to the millionth.
 
+#![allow(clippy::unwrap_used)]
+
 use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
