@@ -357,6 +357,7 @@ impl<M: Machine> Shell<M> {
             why: step.why.clone(),
             audit: step.audit.clone(),
             outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
+            postings: step.postings.clone(),
             command,
             rests_on: bare.rests_on.iter().chain(&step.rests_on).copied().collect(),
             ..bare
@@ -397,6 +398,7 @@ impl<M: Machine> Shell<M> {
             tracestate: ask.asked.tracestate.clone(),
             audit: Vec::new(),
             outbox: Vec::new(),
+            postings: Vec::new(),
             command: None,
             rests_on: ask.asked.by.rests_on(ask.command.action()).into_iter().collect(),
         })

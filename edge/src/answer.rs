@@ -1,8 +1,12 @@
 //! What a user or administrator is told when a command was not carried out: one table per machine, every rejection spelled out.
 
 use actors::AskError;
+use domain::money::HIGHEST_BALANCE_MINOR;
 use domain::policy::{Bounds, Key};
-use domain::{allocation, bindings, key_set, node, policy, runtime, service_account, sku, tenant, terminal_session};
+use domain::{
+    allocation, billing_account, bindings, key_set, node, policy, runtime, service_account, sku, tenant,
+    terminal_session,
+};
 
 use crate::error::{ApiError, Code};
 use crate::runtime::RuntimeError;
@@ -293,6 +297,33 @@ impl Explain for key_set::Rejection {
     }
 }
 
+impl Explain for billing_account::Rejection {
+    fn explain(self) -> ApiError {
+        use billing_account::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("billing account"),
+            R::InsufficientBalance { needed, available } => ApiError::new(
+                Code::InsufficientBalance,
+                format!("{needed} minor units are more than the {available} that are available; take less, or pay in first."),
+            )
+            .detail("needed_micro", needed.get())
+            .detail("available_micro", available.get()),
+            R::CurrencyDiffers { account, given } => {
+                conflict(format!("The account is in {account}, and not in {given}; an account keeps its currency."))
+                    .detail("field", "currency")
+                    .detail("currency", account)
+            }
+            R::Amount { max } => invalid(
+                format!("`amount_minor` must be from -{max} to {max}, and not 0; policy `billing.adjustment_max_minor` says so."),
+                "amount_minor",
+            )
+            .detail("policy_key", "billing.adjustment_max_minor")
+            .detail("limit", max),
+            R::Full => conflict(format!("No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less.")),
+        }
+    }
+}
+
 impl Explain for bindings::Rejection {
     fn explain(self) -> ApiError {
         match self {
@@ -516,6 +547,18 @@ mod tests {
             tenant::Rejection::TooManyServiceAccounts { limit: 20 },
         ] {
             row(&mut table, "ssh key", &rejection.explain());
+        }
+        for rejection in [
+            billing_account::Rejection::NotFound,
+            billing_account::Rejection::InsufficientBalance {
+                needed: domain::money::Micro::of(2_500_000),
+                available: domain::money::Micro::of(-1),
+            },
+            billing_account::Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
+            billing_account::Rejection::Amount { max: 7 },
+            billing_account::Rejection::Full,
+        ] {
+            row(&mut table, "billing account", &rejection.explain());
         }
         row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
         for rejection in [

@@ -4,6 +4,7 @@ mod access_token;
 mod allocation;
 mod asking;
 mod audit;
+mod billing;
 mod document;
 mod field;
 mod health;
@@ -142,7 +143,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/audit-log"                          => audit::log;
 
         User   Get      "/api/v1/allocations"                              => allocation::list;
-        User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientCapacity, ConcurrencyLimitExceeded;
+        User   PostOnce "/api/v1/allocations"                              => allocation::create, InsufficientBalance, InsufficientCapacity, ConcurrencyLimitExceeded;
         User   Get      "/api/v1/allocations/{id}"                         => allocation::get, NotFound;
         User   Get      "/api/v1/allocations/{id}/events"                  => allocation::events, NotFound;
         User   PostOnce "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
@@ -161,6 +162,15 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Get      "/api/v1/recordings/{id}"                          => recording::get, NotFound;
         User   Get      "/api/v1/recordings/{id}/asciicast"                => recording::download, NotFound;
         Admin  Get      "/api/v1/admin/recordings"                         => recording::list;
+
+        User   Get      "/api/v1/billing/balance" (Financial)              => billing::balance;
+        User   Get      "/api/v1/billing/ledger" (Financial)               => billing::ledger;
+        User   Get      "/api/v1/billing/estimate" (Financial)             => billing::estimate;
+        Admin  Get      "/api/v1/admin/billing/accounts" (Financial)       => billing::list;
+        Bound  PostOnce "/api/v1/admin/billing/accounts" (Financial)       => billing::open, StateConflict;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}" (Financial)  => billing::get, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
+        Bound  PostOnce "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -8,6 +8,7 @@ mod entity;
 mod gpus;
 mod inspect;
 mod keys;
+mod ledger;
 mod policy;
 mod shard;
 mod waiting;
@@ -18,6 +19,7 @@ pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, Stat
 pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use keys::Dependent;
+pub use ledger::{Cost, Disagreement, LedgerReport, LedgerRow, Money};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Orphans, Overdue};
 pub use waiting::{Waiting, WaitingFilter};

@@ -229,7 +229,15 @@ impl Dev {
         clock.lap("admin, admin2 and user logged in");
         self.make_room(&admin, args.nodes, &clock).await?;
         let admin_subjects = [subject(&self.identity, "admin")?, subject(&self.identity, "admin2")?];
-        let job = MainJob { admin: &admin, second_admin: &second_admin, admin_subjects, user: &user, listener: &clock };
+        let user_subject = subject(&self.identity, "user")?;
+        let job = MainJob {
+            admin: &admin,
+            second_admin: &second_admin,
+            admin_subjects,
+            user: &user,
+            user_subject,
+            listener: &clock,
+        };
         let sku = job.offer(&self.agent_settings).await?;
         let names: Vec<String> = (1..=args.nodes).map(|number| format!("node-{number}")).collect();
         let settings = (0..).zip(&names).map(|(number, _)| self.agent_settings_of(number));
@@ -237,6 +245,7 @@ impl Dev {
         let onboarding = names.iter().zip(&settings).map(|(name, settings)| job.onboard(name, &sku, settings));
         let onboarded = try_join_all(onboarding).await?;
         self.agents.extend(onboarded.into_iter().map(|(_, agent)| agent));
+        job.give_credit().await?;
         job.rent_and_return(&sku, u32::from(args.gpus.div_ceil(2))).await
     }
 

@@ -55,6 +55,7 @@ pub struct ProcessFigures {
     overdue: IntGaugeVec,
     outbox: IntGauge,
     outbox_age: Gauge,
+    ledger: IntGauge,
     lag: IntGaugeVec,
     read_at: GaugeVec,
     key_age: GaugeVec,
@@ -114,6 +115,10 @@ impl ProcessFigures {
             overdue: gauges("entities_overdue", "Entities past their deadline, in this process's shards.", &["kind"])?,
             outbox: gauge("outbox_unsettled_events", "Events of this process's shards whose effect is not durable.")?,
             outbox_age,
+            ledger: gauge(
+                "billing_ledger_difference_micro",
+                "How far this process's accounts are apart from their ledgers, in millionths of a minor unit; must stay 0.",
+            )?,
             lag: gauges("nats_consumer_lag", "Events that the reactions' consumer has not settled.", &["stream"])?,
             read_at,
             key_age,
@@ -180,6 +185,12 @@ impl ProcessFigures {
         self.outbox.set(pending.rows.cast_signed());
         self.outbox_age.set(pending.oldest.as_secs_f64());
         self.read_now("postgres");
+    }
+
+    /// How far accounts and their ledgers are apart.
+    pub fn ledger_differs(&self, micro: i64) {
+        self.ledger.set(micro);
+        self.read_now("ledger");
     }
 
     /// What JetStream says of a stream's consumer.
@@ -296,6 +307,7 @@ mod tests {
             tracestate: None,
             audit: Vec::new(),
             outbox: reasons.iter().map(failed).collect(),
+            postings: Vec::new(),
             command: None,
             rests_on: Vec::new(),
         }

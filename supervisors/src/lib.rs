@@ -6,6 +6,7 @@ pub mod config;
 pub mod dev;
 pub mod figures;
 pub mod keys_command;
+pub mod ledger_command;
 pub mod logging;
 pub mod node_ca_command;
 pub mod operator;

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::dev::{self, DevArgs};
 use supervisors::keys_command::{self, KeysArgs};
+use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
@@ -43,6 +44,8 @@ enum Command {
     Restart(RestartArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
+    /// Verifies the ledger: every balance against its entries.
+    Ledger(LedgerArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
     NodeCa(NodeCaArgs),
 }
@@ -80,6 +83,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         Command::Keys(args) => keys_command::run(args).await?,
         Command::Restart(args) => restart_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
+        Command::Ledger(args) => return Ok(ledger_command::run(args).await),
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }
     Ok(ExitCode::SUCCESS)

@@ -353,6 +353,7 @@ impl Process {
             ("provisioning-events", Stream::Provisioning),
             ("node-events", Stream::Nodes),
             ("terminal-events", Stream::Terminals),
+            ("billing-events", Stream::Billing),
         ] {
             let consumer = (reactor.clone(), self.bus.clone());
             works.insert(

@@ -71,6 +71,7 @@ pub const TREE: &[Row] = &[
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
     row("terminal-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream TERMINALS"),
+    row("billing-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream BILLING"),
     row("edge", "root", EVERY, BOUNDED, "what listens"),
     row("operations", "edge", EVERY, ALWAYS, "figures, health and stats for operators, in clear"),
     row(

@@ -17,7 +17,7 @@ use supervisors::dev::identity::Person;
 use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
 use tests::world::client::Client;
 use tests::world::hand::HandAgent;
-use tests::world::{REGION, World, id_of};
+use tests::world::{CREDIT, REGION, World, id_of};
 use uuid::Uuid;
 
 const NODES: usize = 64;
@@ -50,7 +50,7 @@ async fn run() -> anyhow::Result<()> {
         .await;
     let fleet = Fleet::onboard(&mut world).await;
     let floor = Floor::prepare(&world.pool).await?;
-    let users = Tenants::of(&world)?;
+    let users = Tenants::of(&world).await?;
 
     // Warm: caches, connections, prepared statements.
     users.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
@@ -211,7 +211,7 @@ struct Load {
 }
 
 impl Tenants {
-    fn of(world: &World) -> anyhow::Result<Self> {
+    async fn of(world: &World) -> anyhow::Result<Self> {
         use secrecy::ExposeSecret as _;
         let ca = std::fs::read(world.authority.certificate_path())?;
         let http = reqwest::Client::builder()
@@ -223,6 +223,7 @@ impl Tenants {
         for number in 0..AT_ONCE[1] {
             let name = format!("tenant-{number}");
             world.identity.admit(Person::new(&name, &["user"]));
+            world.credit(&name, CREDIT).await;
             tokens.push(world.identity.token_of(&name)?.expose_secret().to_owned());
         }
         let client: Client = world.at_replica(0, "user");

@@ -119,7 +119,7 @@ struct Connected {
 }
 
 impl Users {
-    /// Each with two keys and an allocation that was refused for want of nodes.
+    /// Each with two keys and an allocation that was refused: there is neither money nor a node for it.
     async fn prepare(world: &World) -> anyhow::Result<Self> {
         let sku = json!({
             "name": "none-there", "gpu": {"vendor": "NVIDIA", "model": "H100", "memory_mib": 81920, "count": 8},

@@ -168,6 +168,7 @@ impl Ours {
             tracestate: None,
             audit: vec![Audit::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
+            postings: Vec::new(),
             command: Some(CommandRecord {
                 id: CommandId(Uuid::new_v4()),
                 digest: [7; 32],

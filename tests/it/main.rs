@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod audit;
+mod billing;
 mod browser;
 mod cluster;
 mod docs_page;

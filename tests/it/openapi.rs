@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tests::world::World;
 
 /// What the service has, by path below `/api/v1`.
-const ROUTES: [(&str, &[&str]); 32] = [
+const ROUTES: [(&str, &[&str]); 39] = [
     ("/healthz", &["get"]),
     ("/readyz", &["get"]),
     ("/skus", &["get"]),
@@ -30,6 +30,13 @@ const ROUTES: [(&str, &[&str]); 32] = [
     ("/allocations/{id}/release", &["post"]),
     ("/admin/allocations/{id}/retry-release", &["post"]),
     ("/admin/allocations/{id}/force-release", &["post"]),
+    ("/billing/balance", &["get"]),
+    ("/billing/ledger", &["get"]),
+    ("/billing/estimate", &["get"]),
+    ("/admin/billing/accounts", &["get", "post"]),
+    ("/admin/billing/accounts/{id}", &["get"]),
+    ("/admin/billing/accounts/{id}/ledger", &["get"]),
+    ("/admin/billing/accounts/{id}/adjustments", &["post"]),
     ("/ssh-keys", &["get", "post"]),
     ("/ssh-keys/{id}", &["delete"]),
     ("/ssh-keys/{id}/default", &["post"]),

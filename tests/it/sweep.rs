@@ -74,6 +74,7 @@ async fn identities(world: &World) -> Vec<Identity> {
         Identity { name: "revoked role", caller: holder(world, "was-owner", "inventory_owner", true).await },
         Identity { name: "auditor", caller: holder(world, "auditor", "auditor", false).await },
         Identity { name: "inventory owner", caller: holder(world, "owner", "inventory_owner", false).await },
+        Identity { name: "billing operator", caller: holder(world, "biller", "billing_operations", false).await },
         Identity { name: "user", caller: world.user.clone() },
         Identity { name: "admin", caller: world.admin.clone() },
     ]
@@ -95,6 +96,7 @@ async fn holder(world: &World, username: &str, role: &str, revoked: bool) -> Cli
 /// What a platform role opens to those who are no administrators.
 fn opens_to(who: &str, method: &Method, path: &str) -> bool {
     match who {
+        "billing operator" => path.starts_with("/api/v1/admin/billing/"),
         "auditor" => path == "/api/v1/admin/audit-log",
         "inventory owner" => {
             let decides = ["/activate", "/deprecate", "/deactivate"].iter().any(|it| path.ends_with(it));
@@ -124,6 +126,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
     alive.expect_state("active").await;
     let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
     recorded(world, terminal.session).await;
+    let account_of_user = id_of(&world.user.get("/api/v1/billing/balance").await.ok());
     let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
     let both = |prefix, first: (&'static str, String), second: (&'static str, String)| (prefix, vec![first, second]);
@@ -140,6 +143,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        one("/api/v1/admin/billing/accounts/{id}", account_of_user),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
@@ -254,7 +258,7 @@ fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
     }
     assert_eq!(status("no role"), 403, "{method} {path}");
     let for_admins = path.starts_with("/api/v1/admin/");
-    for who in ["other user", "revoked role", "auditor", "inventory owner", "user"] {
+    for who in ["other user", "revoked role", "auditor", "inventory owner", "billing operator", "user"] {
         let expected = for_admins && !opens_to(who, method, path);
         assert_eq!(shut(who), expected, "{method} {path} for {who}: {statuses:?}");
     }

@@ -65,6 +65,12 @@ pub const GPUS: u32 = 8;
 pub const GPU_MODEL: &str = "H100";
 pub const GPU_MEMORY_MIB: u64 = 81_920;
 
+/// What everything is priced in.
+pub const CURRENCY: &str = "USD";
+
+/// What each of a world's people begins with, in minor units: more than any test spends.
+pub const CREDIT: i64 = 100_000;
+
 /// How long anything may take that is waited for. Where the machine is slow, a test is slow, and not wrong.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -181,6 +187,16 @@ impl World {
         let subject = self.identity.person(username).expect("the person can log in").id;
         let binding = json!({ "subject": subject, "role": role, "reason": "a test needs it" });
         self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.ok();
+    }
+
+    /// Opens the person's billing account, or finds it, and gives them so much. Everybody here rents from an account of their own.
+    pub async fn credit(&self, username: &str, amount_minor: i64) -> Uuid {
+        let subject = self.identity.person(username).expect("the person can log in").id;
+        let account = json!({ "user_id": subject, "currency": CURRENCY });
+        let account = id_of(&self.admin.post("/api/v1/admin/billing/accounts", &account).await.ok());
+        let credit = json!({ "amount_minor": amount_minor, "currency": CURRENCY, "reason": "a test needs it" });
+        self.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await.created();
+        account
     }
 
     /// A node in the inventory without an agent.
@@ -409,7 +425,7 @@ pub fn sku_body(name: &str, gpus: u32) -> Value {
         "storage_gib": 10,
         "interconnect": "nvlink",
         "allowed_regions": [REGION],
-        "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+        "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 250 },
     })
 }
 

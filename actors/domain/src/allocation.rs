@@ -12,6 +12,7 @@
 //! The allocation tells a node what to do through its events, and hears back through commands that are facts. It never learns
 //! of a node by itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
 
+mod billing;
 mod logins;
 mod saga;
 #[cfg(test)]
@@ -21,6 +22,7 @@ mod view;
 use crate::again::Again;
 use crate::audit::Refusals;
 use crate::authz::Action;
+use crate::billing_account::Holder;
 use crate::event::Device;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
@@ -43,6 +45,9 @@ pub struct Allocation {
     pub history: Vec<StatusEntry>,
     pub active_at: Option<Timestamp>,
     pub release_requested_at: Option<Timestamp>,
+    /// A critical fault of its node: from then on nothing is billed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fault: Option<Fault>,
     /// When it says again what nobody has answered.
     #[serde(default)]
     pub again: Option<Again>,
@@ -80,6 +85,13 @@ pub struct Request {
     /// The request as it came in, sealed by the edge (AES-256-GCM envelope, base64). Kept, and never served.
     #[serde(default)]
     pub scheduler_request_enc: Option<String>,
+}
+
+/// What was wrong with its machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    pub at: Timestamp,
+    pub reason: String,
 }
 
 /// A public key that opens the allocation.
@@ -180,6 +192,22 @@ pub enum Command {
     OverQuota {
         limit: i64,
     },
+    /// The account does not cover it; `message` says what is missing.
+    Unaffordable {
+        message: String,
+    },
+    /// The account is depleted, and the grace over.
+    Uncover,
+    /// A critical fault of the node was noticed then.
+    Faulted {
+        node_id: NodeId,
+        at: Timestamp,
+        reason: String,
+    },
+    /// The account has a meter for it, and asks how it stands.
+    StillMetered {
+        is_running: bool,
+    },
     Provisioned {
         node_id: NodeId,
     },
@@ -236,6 +264,10 @@ impl machine::Command for Command {
             Self::Reserved { .. } => "reserved",
             Self::NoCapacity { .. } => "no_capacity",
             Self::OverQuota { .. } => "over_quota",
+            Self::Unaffordable { .. } => "unaffordable",
+            Self::Uncover => "uncover",
+            Self::Faulted { .. } => "faulted",
+            Self::StillMetered { .. } => "still_metered",
             Self::Provisioned { .. } => "provisioned",
             Self::ProvisionFailed { .. } => "provision_failed",
             Self::Cleaned { .. } => "cleaned",
@@ -258,6 +290,10 @@ impl machine::Command for Command {
             Self::Reserved { .. }
             | Self::NoCapacity { .. }
             | Self::OverQuota { .. }
+            | Self::Unaffordable { .. }
+            | Self::Uncover
+            | Self::Faulted { .. }
+            | Self::StillMetered { .. }
             | Self::Provisioned { .. }
             | Self::ProvisionFailed { .. }
             | Self::Cleaned { .. }
@@ -420,6 +456,12 @@ impl Allocation {
 }
 
 impl Request {
+    /// Who pays.
+    #[must_use]
+    pub fn holder(&self) -> Holder {
+        Holder::paying_for(&self.user_id, self.org_id.as_deref())
+    }
+
     #[must_use]
     pub fn scopes(&self) -> Scopes {
         Scopes {

@@ -69,6 +69,9 @@ actions! {
     AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";
     AllocationsForceRelease "allocations.force_release": "an operator ended an allocation without proof of clean-up";
 
+    AllocationsUncover "allocations.uncover": "an allocation is released since its account was depleted and the grace over";
+    AllocationsFault "allocations.fault": "a critical fault of its node ended an allocation's billing";
+
     TerminalsOpen "terminals.open": "the user of an active allocation opened a terminal session";
     TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
     TerminalsAttach "terminals.attach": "a connection was let in with a token, before its upgrade";
@@ -96,6 +99,8 @@ actions! {
 
     PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
     PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
+    BillingOpen "billing.open": "an operator opened a billing account";
+    BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";

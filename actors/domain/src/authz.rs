@@ -163,6 +163,10 @@ pub enum Action {
     /// Read the recordings of one's own terminal sessions; an administrator anybody's. A service account reads none. The machine
     /// checks whose it is.
     ReadRecordings,
+    /// See everybody's billing accounts and their ledgers.
+    SeeBilling,
+    /// Open billing accounts, give and take by a reason.
+    AdjustBilling,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -175,7 +179,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -191,6 +195,8 @@ impl Action {
         Self::OpenTerminals,
         Self::OperateTerminals,
         Self::ReadRecordings,
+        Self::SeeBilling,
+        Self::AdjustBilling,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -199,7 +205,7 @@ impl Action {
 
     /// The rule of each action.
     const fn rule(self) -> Rule {
-        use PlatformRole::{Auditor, InventoryOwner, PlatformOperations};
+        use PlatformRole::{Auditor, BillingOperations, InventoryOwner, PlatformOperations};
         match self {
             Self::ManageNodes
             | Self::ManageSkus
@@ -210,6 +216,8 @@ impl Action {
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
+            Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
+            Self::AdjustBilling => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings => Rule::Person,

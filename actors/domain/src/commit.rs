@@ -3,6 +3,7 @@
 use crate::audit::Audit;
 use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
+use crate::ledger::Posting;
 use crate::machine::{Keys, Timestamp};
 use uuid::Uuid;
 
@@ -36,6 +37,8 @@ pub struct Commit {
     pub tracestate: Option<String>,
     pub audit: Vec<Audit>,
     pub outbox: Vec<(EventId, Event)>,
+    /// Rows of the ledger, for the entity that is a billing account.
+    pub postings: Vec<Posting>,
     pub command: Option<CommandRecord>,
     /// Others that must not have changed.
     pub rests_on: Vec<Footing>,

@@ -5,7 +5,11 @@
 //! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
 
 use crate::allocation::{self, Placed};
-use crate::id::{AllocationId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId, TerminalSessionId};
+use crate::billing_account::{self, Holder};
+use crate::id::{
+    AllocationId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId,
+    TerminalSessionId,
+};
 use crate::key_set::Purpose;
 use crate::machine::Timestamp;
 use crate::node;
@@ -87,6 +91,38 @@ pub enum Event {
         user_id: String,
     },
 
+    /// All that is known of when it was used: from when on, and until when. It may be billed for that while alone.
+    UsageChanged {
+        allocation_id: AllocationId,
+        holder: Holder,
+        from: Option<Timestamp>,
+        until: Option<Timestamp>,
+    },
+
+    // The billing account speaks.
+    /// The balance has fallen below the threshold.
+    BalanceLow {
+        account_id: BillingAccountId,
+        holder: Holder,
+    },
+    /// The next window is not covered: unless money comes in, what runs is released then.
+    BalanceDepleted {
+        account_id: BillingAccountId,
+        holder: Holder,
+        release_at: Timestamp,
+    },
+    /// The grace is over.
+    AllocationUncovered {
+        account_id: BillingAccountId,
+        allocation_id: AllocationId,
+    },
+    /// The account asks how it stands.
+    AllocationMetered {
+        account_id: BillingAccountId,
+        allocation_id: AllocationId,
+        is_running: bool,
+    },
+
     // The node speaks.
     NodeStateChanged {
         node_id: NodeId,
@@ -117,6 +153,14 @@ pub enum Event {
         node_id: NodeId,
         allocation_id: AllocationId,
         attempt: u32,
+        reason: String,
+    },
+
+    /// A critical fault of the machine, noticed then.
+    TenantFaulted {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        at: Timestamp,
         reason: String,
     },
 
@@ -195,10 +239,11 @@ pub enum Stream {
     Nodes,
     Policy,
     Terminals,
+    Billing,
 }
 
 impl Stream {
-    pub const ALL: [Self; 4] = [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals];
+    pub const ALL: [Self; 5] = [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals, Self::Billing];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -207,6 +252,7 @@ impl Stream {
             Self::Nodes => "NODES",
             Self::Policy => "POLICY",
             Self::Terminals => "TERMINALS",
+            Self::Billing => "BILLING",
         }
     }
 
@@ -218,6 +264,7 @@ impl Stream {
             Self::Nodes => &["node.>", "sku.>"],
             Self::Policy => &["policy.>"],
             Self::Terminals => &["terminal.>"],
+            Self::Billing => &["billing.>"],
         }
     }
 }
@@ -232,6 +279,10 @@ pub enum Reaction {
     Node(NodeId, node::Command),
     Allocation(AllocationId, allocation::Command),
     Terminal(TerminalSessionId, terminal_session::Command),
+    Billing {
+        holder: Holder,
+        command: billing_account::Command,
+    },
     /// The provisioning worker reads the user's keys and says which of them open the allocation.
     ResolveLogins {
         allocation_id: AllocationId,
@@ -260,7 +311,7 @@ impl Event {
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Nodes, Policy, Provisioning, Terminals};
+        use Stream::{Billing, Nodes, Policy, Provisioning, Terminals};
         match self {
             Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
             Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
@@ -275,6 +326,12 @@ impl Event {
             Self::LoginsChanged { .. } => ("provisioning.logins_changed", Provisioning),
             Self::LoginsStale { .. } => ("provisioning.logins_stale", Provisioning),
             Self::TerminalsUnwanted { .. } => ("terminal.unwanted", Terminals),
+            Self::UsageChanged { .. } => ("billing.usage_changed", Billing),
+            Self::BalanceLow { .. } => ("billing.balance_low", Billing),
+            Self::BalanceDepleted { .. } => ("billing.balance_depleted", Billing),
+            Self::AllocationUncovered { .. } => ("billing.allocation_uncovered", Billing),
+            Self::AllocationMetered { .. } => ("billing.allocation_metered", Billing),
+            Self::TenantFaulted { .. } => ("node.tenant_faulted", Nodes),
             Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
             Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
             Self::TenantReady { .. } => ("node.tenant_ready", Nodes),
@@ -316,10 +373,17 @@ impl Event {
             | Self::LoginsChanged { allocation_id, .. }
             | Self::LoginsStale { allocation_id, .. }
             | Self::TerminalsUnwanted { allocation_id, .. }
+            | Self::UsageChanged { allocation_id, .. }
+            | Self::AllocationUncovered { allocation_id, .. }
+            | Self::AllocationMetered { allocation_id, .. }
             | Self::AllocationCounted { allocation_id, .. } => {
                 EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
             }
+            Self::BalanceLow { account_id, .. } | Self::BalanceDepleted { account_id, .. } => {
+                EntityRef { kind: Kind::BillingAccount, id: account_id.0 }
+            }
             Self::NodeStateChanged { node_id, .. }
+            | Self::TenantFaulted { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
             | Self::TenantReady { node_id, .. }
             | Self::TenantFailed { node_id, .. }
@@ -397,7 +461,21 @@ impl Event {
                 Reaction::Node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
             }
             Self::TerminalsUnwanted { allocation_id, user_id } => Reaction::CloseTerminals { allocation_id, user_id },
-            Self::AllocationActive { .. }
+            Self::UsageChanged { allocation_id, holder, from, until } => {
+                Reaction::Billing { holder, command: billing_account::Command::Usage { allocation_id, from, until } }
+            }
+            Self::AllocationUncovered { allocation_id, .. } => {
+                Reaction::Allocation(allocation_id, ToAllocation::Uncover)
+            }
+            Self::AllocationMetered { allocation_id, is_running, .. } => {
+                Reaction::Allocation(allocation_id, ToAllocation::StillMetered { is_running })
+            }
+            Self::TenantFaulted { node_id, allocation_id, at, reason } => {
+                Reaction::Allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
+            }
+            Self::BalanceLow { .. }
+            | Self::BalanceDepleted { .. }
+            | Self::AllocationActive { .. }
             | Self::ProvisioningFailed { .. }
             | Self::NodeStateChanged { .. }
             | Self::SkuStateChanged { .. }
@@ -424,6 +502,8 @@ mod tests {
         let deadline_at = Timestamp::UNIX_EPOCH;
         let text = || "x".to_owned();
         let session_id = TerminalSessionId(Uuid::from_u128(6));
+        let account_id = BillingAccountId(Uuid::from_u128(7));
+        let holder = || Holder::Org(text());
         let placed = Placed {
             devices: vec![Device { index: 0, uuid: text() }],
             host: text(),
@@ -469,6 +549,12 @@ mod tests {
                 recording: Terms { mode: Mode::Strict, most_bytes: 1 },
             },
             Event::TerminalClosed { session_id, allocation_id, node_id, reason: text() },
+            Event::UsageChanged { allocation_id, holder: holder(), from: Some(deadline_at), until: Some(deadline_at) },
+            Event::BalanceLow { account_id, holder: holder() },
+            Event::BalanceDepleted { account_id, holder: holder(), release_at: deadline_at },
+            Event::AllocationUncovered { account_id, allocation_id },
+            Event::AllocationMetered { account_id, allocation_id, is_running: true },
+            Event::TenantFaulted { node_id, allocation_id, at: deadline_at, reason: text() },
             Event::LoginsStale { allocation_id, user_id: text() },
             Event::LoginsChanged { allocation_id, node_id, revision: 1 },
             Event::LoginsWritten { node_id, allocation_id, revision: 1 },
@@ -502,9 +588,15 @@ mod tests {
             Event::TerminalFailed { .. } => 21,
             Event::TerminalOpened { .. } => 22,
             Event::TerminalClosed { .. } => 23,
-            Event::LoginsStale { .. } => 24,
-            Event::LoginsChanged { .. } => 25,
-            Event::LoginsWritten { .. } => 26,
+            Event::UsageChanged { .. } => 24,
+            Event::BalanceLow { .. } => 25,
+            Event::BalanceDepleted { .. } => 26,
+            Event::AllocationUncovered { .. } => 27,
+            Event::AllocationMetered { .. } => 28,
+            Event::TenantFaulted { .. } => 29,
+            Event::LoginsStale { .. } => 30,
+            Event::LoginsChanged { .. } => 31,
+            Event::LoginsWritten { .. } => 32,
         }
     }
 
@@ -536,6 +628,7 @@ mod tests {
                 Reaction::Allocation(_, command) => format!("allocation {}", command.name()),
                 Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
                 Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
+                Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
                 Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
                 Reaction::TellLogins { .. } => "tell logins".to_owned(),
                 Reaction::CloseTerminals { .. } => "close terminals".to_owned(),

@@ -72,6 +72,8 @@ typed_id! {
     TerminalSessionId,
     /// The keys of one purpose.
     KeySetId,
+    /// The prepaid money of a user or an org.
+    BillingAccountId,
 }
 
 macro_rules! kinds {
@@ -121,6 +123,8 @@ kinds! {
     TerminalSession = "terminal_session": crate::terminal_session::TerminalSession,
     /// The keys of one purpose, and where each stands in its rotation.
     KeySet = "key_set": crate::key_set::KeySet,
+    /// The prepaid money of a user or an org, and the meters of what it is spent on.
+    BillingAccount = "billing_account": crate::billing_account::BillingAccount,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

@@ -2,8 +2,11 @@
 //! step; in production each is a counter that must stay 0.
 
 use crate::allocation::{Allocation, Phase};
+use crate::billing_account::{BillingAccount, Depletion};
 use crate::id::{AllocationId, Kind, NodeId};
+use crate::ledger::Posting;
 use crate::machine::{Machine, Timestamp};
+use crate::money::Micro;
 use crate::node::{HoldPhase, Life, Node};
 use crate::service_account::ServiceAccount;
 use crate::terminal_session::{SPENT, TerminalSession};
@@ -65,6 +68,27 @@ pub fn each_believed_place_is_held(
         ) => true,
     };
     allocations.values().all(believed_is_held)
+}
+
+/// I3: the sum of an account's entries is its balance, at every posting; none is missing, and no while is charged twice. That a posting
+/// sums to zero, its form sees to. Given all of the account's postings, in their order.
+#[must_use]
+pub fn i3_the_balance_is_the_sum_of_its_entries(account: &BillingAccount, postings: &[Posting]) -> bool {
+    let (mut sum, mut starts) = (Micro::ZERO, BTreeSet::new());
+    let adds_up = (1..).zip(postings).all(|(number, posting): (i64, _)| {
+        sum = sum.plus(posting.effect());
+        let charged = posting.usage.zip(posting.charged_from());
+        let first = charged.is_none_or(|(usage, from)| starts.insert((usage.allocation_id, from)));
+        posting.number == number && posting.balance == sum && posting.amount > Micro::ZERO && first
+    });
+    let count = i64::try_from(postings.len()).unwrap_or(i64::MAX);
+    adds_up && account.postings == count && account.balance == sum
+}
+
+/// Is this account on its way somewhere?
+#[must_use]
+pub const fn account_is_transient(account: &BillingAccount) -> bool {
+    matches!(account.depletion, Some(Depletion { is_over: false, .. }))
 }
 
 /// I4: a token is consumed at most once. Given how many enrollments each token bought.

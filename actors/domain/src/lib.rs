@@ -14,12 +14,14 @@ pub mod again;
 pub mod allocation;
 pub mod audit;
 pub mod authz;
+pub mod billing_account;
 pub mod bindings;
 pub mod commit;
 pub mod event;
 pub mod id;
 pub mod invariant;
 pub mod key_set;
+pub mod ledger;
 pub mod machine;
 pub mod money;
 pub mod node;
@@ -39,8 +41,9 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId, PolicyId, PolicyValueId,
-    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
+    AllocationId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId,
+    PolicyId, PolicyValueId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId,
+    TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

@@ -5,6 +5,7 @@ use crate::authz::{Action, Principal};
 use crate::commit::Footing;
 use crate::event::Event;
 use crate::id::{Kind, NodeId, TerminalSessionId};
+use crate::ledger::Posting;
 use crate::policy::PolicyBook;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
@@ -165,6 +166,8 @@ pub struct Step<M: Machine> {
     pub events: Vec<Event>,
     /// What was done by whom; kept in the audit log by the same commit.
     pub audit: Vec<Audit>,
+    /// What moves in the ledger; written by the same commit.
+    pub postings: Vec<Posting>,
     /// What is worth doing at once when the commit stands, and harmless to lose.
     pub effects: Vec<Effect>,
     /// Others that the decision looked at and that must not have changed when it is committed.
@@ -193,6 +196,7 @@ impl<M: Machine> Step<M> {
             next: None,
             events: Vec::new(),
             audit: Vec::new(),
+            postings: Vec::new(),
             effects: Vec::new(),
             rests_on: Vec::new(),
             reply,
@@ -209,6 +213,12 @@ impl<M: Machine> Step<M> {
     #[must_use]
     pub fn audit(mut self, audit: Audit) -> Self {
         self.audit.push(audit);
+        self
+    }
+
+    #[must_use]
+    pub fn posting(mut self, posting: Posting) -> Self {
+        self.postings.push(posting);
         self
     }
 

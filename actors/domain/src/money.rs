@@ -1,6 +1,9 @@
-//! Money as integers. A price is in minor units of its currency (cents) per GPU and hour.
+//! Money as integers. A price is in minor units of its currency (cents) per GPU and hour; what is owed is counted in millionths of a
+//! minor unit, so that no window of any length at any price loses what it is worth.
 
+use crate::machine::Timestamp;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// An ISO 4217 code in upper case, for example `EUR`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -47,6 +50,100 @@ impl Price {
     }
 }
 
+/// Millionths of a minor unit; negative where it is owed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Micro(i64);
+
+/// Millionths in one minor unit.
+pub const MICRO_PER_MINOR: i64 = 1_000_000;
+
+impl Micro {
+    pub const ZERO: Self = Self(0);
+
+    #[must_use]
+    pub const fn of(micro: i64) -> Self {
+        Self(micro)
+    }
+
+    /// `None` where so much cannot be counted.
+    #[must_use]
+    pub fn of_minor(minor: i64) -> Option<Self> {
+        minor.checked_mul(MICRO_PER_MINOR).map(Self)
+    }
+
+    #[must_use]
+    pub const fn get(self) -> i64 {
+        self.0
+    }
+
+    /// Whole minor units, rounded down: what is shown is never more than what is there.
+    #[must_use]
+    pub const fn minor(self) -> i64 {
+        self.0.div_euclid(MICRO_PER_MINOR)
+    }
+
+    /// The nearest that can be counted. Balances are kept far from where that differs ([`HIGHEST_BALANCE_MINOR`]).
+    fn nearest(micro: i128) -> Self {
+        Self(i64::try_from(micro).unwrap_or(if micro < 0 { i64::MIN } else { i64::MAX }))
+    }
+
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self::nearest(i128::from(self.0) + i128::from(other.0))
+    }
+
+    #[must_use]
+    pub fn minus(self, other: Self) -> Self {
+        Self::nearest(i128::from(self.0) - i128::from(other.0))
+    }
+}
+
+impl std::iter::Sum for Micro {
+    fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
+        Self::nearest(amounts.map(|amount| i128::from(amount.0)).sum())
+    }
+}
+
+/// In minor units, with all six digits of the rest.
+impl fmt::Display for Micro {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (sign, all) = (if self.0 < 0 { "-" } else { "" }, self.0.unsigned_abs());
+        let unit = MICRO_PER_MINOR.unsigned_abs();
+        write!(f, "{sign}{}.{:06}", all / unit, all % unit)
+    }
+}
+
+/// No account may hold more. Ninety times as much could still be counted.
+pub const HIGHEST_BALANCE_MINOR: i64 = 100_000_000_000;
+
+/// What all GPUs of one allocation cost together: minor units per hour.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Rate(i64);
+
+impl Rate {
+    #[must_use]
+    pub fn of(price: &Price, gpu_count: u32) -> Self {
+        Self(price.amount_minor_per_gpu_hour.saturating_mul(i64::from(gpu_count)))
+    }
+
+    #[must_use]
+    pub const fn minor_per_hour(self) -> i64 {
+        self.0
+    }
+
+    /// What is owed from `from` to `until`, rounded down to the millionth; nothing where `until` is earlier. Whoever charges piece by
+    /// piece charges the difference to what was charged before: so the remainder of each piece is carried into the next, and an hour
+    /// costs its price however it is cut.
+    #[must_use]
+    pub fn over(self, from: Timestamp, until: Timestamp) -> Micro {
+        let micros = i128::from(until.timestamp_micros()) - i128::from(from.timestamp_micros());
+        // Minor units an hour are millionths in 3,600 microseconds.
+        Micro::nearest(i128::from(self.0) * micros.max(0) / 3600)
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPrice {
     #[error("currency must be three upper-case letters (ISO 4217), for example EUR")]
@@ -79,7 +176,36 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_amount_is_shown_whole_and_with_its_rest() {
+        for (micro, text, minor) in
+            [(0, "0.000000", 0), (1_500_000, "1.500000", 1), (-1, "-0.000001", -1), (-2_000_000, "-2.000000", -2)]
+        {
+            let amount = Micro::of(micro);
+            assert_eq!((amount.to_string().as_str(), amount.minor()), (text, minor));
+        }
+        assert_eq!(Micro::of_minor(i64::MAX), None);
+        assert_eq!(Micro::of(i64::MAX).plus(Micro::of(1)), Micro::of(i64::MAX));
+    }
+
     proptest! {
+        #[test]
+        fn an_hour_costs_its_price_however_it_is_cut(
+            amount in 0..=HIGHEST_PRICE_MINOR, gpus in 1_u32..=64, mut cuts in prop::collection::vec(0_i64..=3_600_000_000, 0..40)
+        ) {
+            let rate = Rate::of(&Price::new("EUR", amount).unwrap(), gpus);
+            let begin = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
+            cuts.push(3_600_000_000);
+            cuts.sort_unstable();
+            let mut charged = Micro::ZERO;
+            for cut in cuts {
+                let due = rate.over(begin, begin + chrono::TimeDelta::microseconds(cut)).minus(charged);
+                prop_assert!(due >= Micro::ZERO);
+                charged = charged.plus(due);
+            }
+            prop_assert_eq!(charged, Micro::of_minor(amount * i64::from(gpus)).unwrap());
+        }
+
         #[test]
         fn a_price_decodes_to_itself(code in "[A-Z]{3}", amount in 0..=HIGHEST_PRICE_MINOR) {
             let price = Price::new(&code, amount).unwrap();

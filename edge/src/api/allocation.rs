@@ -19,6 +19,7 @@ use domain::{NodeId, SshKeyId};
 use persistence::envelope::Place;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
@@ -105,7 +106,12 @@ pub(super) async fn list(
     let filter = ListFilter { owner, state: filter.state.map(|state| state.name().to_owned()), sku };
     let rows = stored::list::<Allocation>(&services, &filter, &page).await?;
     let now = services.world.now();
-    Ok(Json(stored::answer(&page, rows, |stored| AllocationView::of(&stored.it, stored.version, now))))
+    let ids: Vec<_> = rows.iter().map(|(position, _)| position.id).collect();
+    let costs = services.reads.costs(&ids).await?;
+    let show = |stored: stored::Stored<Allocation>| {
+        AllocationView::of(&stored.it, stored.version, costs.get(&stored.it.id.0), now)
+    };
+    Ok(Json(stored::answer(&page, rows, show)))
 }
 
 /// Rents GPUs.
@@ -145,7 +151,7 @@ pub(super) async fn create(
     let replayed = replayed(&answered);
     match refusal(&it) {
         Some(error) => Err(replayed.refused(error)),
-        None => Ok(shown(&services, StatusCode::CREATED, replayed, &it, version)),
+        None => shown(&services, StatusCode::CREATED, replayed, &it, version).await,
     }
 }
 
@@ -162,7 +168,7 @@ pub(super) async fn get(
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
     let Current { it, version } = visible(&services, &asking, id).await?;
-    Ok(shown(&services, StatusCode::OK, Replayed(false), &it, version))
+    shown(&services, StatusCode::OK, Replayed(false), &it, version).await
 }
 
 /// Gives an allocation back, or cancels it.
@@ -229,12 +235,23 @@ async fn accepted<B: Serialize>(
     let asking = asking.urgently();
     let answered: Answered<Box<Allocation>> = asking.ask::<Allocation>(id, command, body).await?;
     let version = asking.version_of(id, &answered).await?;
-    Ok(shown(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version))
+    shown(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
 }
 
-fn shown(services: &Services, status: StatusCode, replayed: Replayed, it: &Allocation, version: i64) -> Response {
-    let view = AllocationView::of(it, version, services.world.now());
-    (status, replayed, etag(version), Json(view)).into_response()
+async fn shown(
+    services: &Services,
+    status: StatusCode,
+    replayed: Replayed,
+    it: &Allocation,
+    version: i64,
+) -> Result<Response, ApiError> {
+    // What never was active has cost nothing.
+    let costs = match it.active_at {
+        Some(_) => services.reads.costs(&[it.id.0]).await?,
+        None => BTreeMap::new(),
+    };
+    let view = AllocationView::of(it, version, costs.get(&it.id.0), services.world.now());
+    Ok((status, replayed, etag(version), Json(view)).into_response())
 }
 
 /// The allocation, where the caller may see it: other people's do not exist for them.

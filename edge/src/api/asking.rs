@@ -56,7 +56,7 @@ macro_rules! rights {
     )+};
 }
 
-rights! { SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
+rights! { AdjustBilling, SeeBilling, SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {

@@ -212,6 +212,8 @@ numbers! {
     QueueSeconds: u32, 0 to 604800;
     /// Minor units of the currency (cents) per GPU and hour.
     PriceMinor: i64, 0 to 10000000;
+    /// Minor units: given where it is more than zero, taken where it is less. Policy `billing.adjustment_max_minor` may allow less.
+    AdjustmentMinor: i64, -100000000 to 100000000;
 }
 
 /// Why an administrator does something.

@@ -1,4 +1,4 @@
-//! The whole service at a glance (decisions 7, *overview*). What money there is to show comes with billing.
+//! The whole service at a glance (decisions 7, *overview*).
 
 use axum::Json;
 use axum::extract::State;
@@ -20,6 +20,8 @@ pub(super) struct Overview {
     /// How many there are of each kind in each state.
     entities_by_kind: BTreeMap<String, BTreeMap<String, u64>>,
     gpus: Vec<GpuOverview>,
+    /// What is prepaid, by currency.
+    money: Vec<MoneyOverview>,
     /// Entities past their deadline.
     overdue: u64,
     /// Entities that failed too often, on the members that answered.
@@ -43,12 +45,30 @@ pub(super) struct GpuOverview {
     gpus_free: u64,
 }
 
+/// The billing accounts in one currency.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct MoneyOverview {
+    currency: String,
+    accounts: u64,
+    /// Accounts whose next window is not covered.
+    depleted: u64,
+    /// What all have together, in minor units.
+    balance_minor: i64,
+}
+
 /// The whole service at a glance.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The overview.", body = Overview)))]
 pub(super) async fn overview(_: ByAdmin, State(services): State<Services>) -> Result<Json<Overview>, ApiError> {
     let summary = services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() });
     let gpus = async { services.reads.gpus().await.map_err(ApiError::from) };
-    let (summary, gpus) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus)?;
+    let money = async { services.reads.money().await.map_err(ApiError::from) };
+    let (summary, gpus, money) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus, money)?;
+    let in_one = |of: persistence::read::Money| MoneyOverview {
+        currency: of.currency,
+        accounts: of.accounts,
+        depleted: of.depleted,
+        balance_minor: of.balance.minor(),
+    };
     let shown = |of: persistence::read::GpuCount| GpuOverview {
         sku_id: of.sku_id.0,
         sku: of.sku,
@@ -62,6 +82,7 @@ pub(super) async fn overview(_: ByAdmin, State(services): State<Services>) -> Re
         at: services.world.now(),
         entities_by_kind: summary.entities_by_kind,
         gpus: gpus.into_iter().map(shown).collect(),
+        money: money.into_iter().map(in_one).collect(),
         overdue: summary.overdue,
         parked: summary.parked,
         silent_members: summary.silent,

@@ -3,6 +3,7 @@
 
 mod allocations;
 mod audit;
+mod billing;
 mod contract;
 mod errors;
 mod inputs;

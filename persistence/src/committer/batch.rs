@@ -7,6 +7,7 @@ use domain::audit::Audit;
 use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
+use domain::ledger::Posting;
 use sqlx::PgConnection;
 use sqlx::Row;
 use sqlx::postgres::{PgBindIterExt, PgRow};
@@ -202,6 +203,19 @@ impl Batch {
             .bind(self.footings().map(|(ord, _)| ord).bind_iter())
             .bind(self.footings().map(|(_, footing)| footing.entity).bind_iter())
             .bind(self.footings().map(|(_, footing)| footing.version).bind_iter())
+            .bind(self.postings().map(|(ord, _)| ord).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.number).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.kind.name()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.kind.books().0.name()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.kind.books().1.name()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.amount.get()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.currency.as_str()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.balance.get()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.usage.map(|usage| usage.allocation_id.0)).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.charged_from()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.usage.map(|usage| usage.until)).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.usage.map(|usage| usage.cost.get())).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.reason.as_deref()).bind_iter())
             .fetch_all(connection)
             .await
     }
@@ -230,6 +244,10 @@ impl Batch {
 
     fn footings(&self) -> impl Iterator<Item = (i64, &Footing)> {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.rests_on.iter().map(move |footing| (ord, footing)))
+    }
+
+    fn postings(&self) -> impl Iterator<Item = (i64, &Posting)> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.postings.iter().map(move |posting| (ord, posting)))
     }
 
     /// Tells everyone what the statement's answer means for them, and gives what is to be published.

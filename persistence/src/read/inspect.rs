@@ -5,9 +5,10 @@ use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError};
 use crate::pool::begin;
 use domain::commit::REFUSED;
-use domain::id::{EntityRef, Kind, Shard};
+use domain::id::{BillingAccountId, EntityRef, Kind, Shard};
 use domain::invariant::Recorded;
 use domain::machine::Timestamp;
+use domain::money::Micro;
 use serde::Deserialize;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
@@ -164,6 +165,24 @@ impl Inspection {
             .fetch_all(&mut *self.transaction)
             .await;
         rows.doing("inspecting entities")
+    }
+}
+
+impl Inspection {
+    /// The sum of an account's entries in `prepaid`, and how many postings it has.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn sum_of_entries(&mut self, account: BillingAccountId) -> Result<(Micro, i64), StoreError> {
+        let sum: Result<(i64, i64), _> = sqlx::query_as(
+            "SELECT coalesce(sum(CASE WHEN debit = 'prepaid' THEN -amount WHEN credit = 'prepaid' THEN amount END), 0)::bigint,
+                    count(*)
+             FROM ledger WHERE account = $1",
+        )
+        .bind(account.0)
+        .fetch_one(&mut *self.transaction)
+        .await;
+        sum.map(|(sum, postings)| (Micro::of(sum), postings)).doing("adding up an account's entries")
     }
 }
 

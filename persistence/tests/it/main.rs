@@ -8,6 +8,7 @@ mod commits;
 mod faults;
 mod inspect;
 mod keys;
+mod ledger;
 mod model;
 mod postgres;
 mod reads;

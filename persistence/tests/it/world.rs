@@ -155,6 +155,7 @@ pub(crate) fn create(n: u32) -> Commit {
         tracestate: Some("vendor=1".to_owned()),
         audit: vec![Audit::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
+        postings: Vec::new(),
         command: Some(command(None)),
         rests_on: Vec::new(),
     }

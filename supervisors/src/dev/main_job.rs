@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use domain::money::Micro;
 use serde_json::{Value, json};
 use wire::bundle::BootstrapBundle;
 
@@ -16,6 +17,11 @@ const REGION: &str = "dev-1";
 /// The platform roles whose holders decide on SKUs together.
 const OPERATIONS: &str = "platform_operations";
 const OWNER: &str = "inventory_owner";
+/// The platform role whose holders give credit.
+const BILLING: &str = "billing_operations";
+const CURRENCY: &str = "USD";
+/// What the user is given, in minor units.
+const CREDIT_MINOR: i64 = 10_000;
 /// Enrolment, the first poll and the check of the inventory.
 const ONBOARDS_WITHIN: Duration = Duration::from_secs(60);
 const PROVISIONS_WITHIN: Duration = Duration::from_secs(60);
@@ -34,6 +40,8 @@ pub struct MainJob<'a> {
     /// The tokens' `sub` of the two administrators.
     pub admin_subjects: [String; 2],
     pub user: &'a Api,
+    /// The `sub` of the user's tokens.
+    pub user_subject: String,
     pub listener: &'a dyn Listener,
 }
 
@@ -51,7 +59,7 @@ impl MainJob<'_> {
             "storage_gib": 10,
             "interconnect": "nvlink",
             "allowed_regions": [REGION],
-            "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+            "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 250 },
         });
         let created = self.admin.post("/api/v1/admin/skus", &sku).await?;
         let id = text(&created, "id")?;
@@ -139,6 +147,21 @@ impl MainJob<'_> {
         Ok((id, agent))
     }
 
+    /// Opens the user's billing account, and gives what the job needs.
+    pub async fn give_credit(&self) -> anyhow::Result<()> {
+        let begin = Instant::now();
+        let binding =
+            json!({ "subject": self.admin_subjects[0], "role": BILLING, "reason": "the main job is paid for" });
+        self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await?;
+        let account = json!({ "user_id": self.user_subject, "currency": CURRENCY });
+        let account = text(&self.admin.post("/api/v1/admin/billing/accounts", &account).await?, "id")?;
+        let credit =
+            json!({ "amount_minor": CREDIT_MINOR, "currency": CURRENCY, "reason": "the main job is paid for" });
+        self.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await?;
+        self.listener.done(&format!("user has {CREDIT_MINOR} minor units of {CURRENCY} ({account})"), begin.elapsed());
+        Ok(())
+    }
+
     /// Rents GPUs of the SKU, waits until they are there, gives them back, and checks that the node has them all again.
     pub async fn rent_and_return(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
         let begin = Instant::now();
@@ -189,6 +212,21 @@ impl MainJob<'_> {
             })
             .await?;
         self.listener.done("allocation released, on the node's clean-up proof", begin.elapsed());
+
+        let begin = Instant::now();
+        let paid = self
+            .user
+            .wait_for("/api/v1/billing/balance", "the allocation is paid for", RELEASES_WITHIN, |account| {
+                Ok((account["running"] == 0).then(|| account.clone()))
+            })
+            .await?;
+        let left = paid["balance_micro"].as_i64().context("the account has a balance")?;
+        let cost = Micro::of_minor(CREDIT_MINOR).unwrap_or_default().minus(Micro::of(left));
+        if cost <= Micro::ZERO {
+            bail!("the allocation has cost nothing: {paid}");
+        }
+        self.listener
+            .done(&format!("paid: {cost} minor units for the time from active to the release"), begin.elapsed());
 
         let begin = Instant::now();
         self.admin

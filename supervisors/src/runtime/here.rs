@@ -20,7 +20,12 @@ use uuid::Uuid;
 const A_MOMENT: Duration = Duration::from_millis(100);
 
 /// The consumers whose lag is theirs to show.
-const CONSUMERS: [(&str, Stream); 2] = [("provisioning-events", Stream::Provisioning), ("node-events", Stream::Nodes)];
+const CONSUMERS: [(&str, Stream); 4] = [
+    ("provisioning-events", Stream::Provisioning),
+    ("node-events", Stream::Nodes),
+    ("terminal-events", Stream::Terminals),
+    ("billing-events", Stream::Billing),
+];
 
 impl Operations {
     pub(super) fn say(&self, question: &Question) -> Said {

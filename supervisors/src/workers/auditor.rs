@@ -1,12 +1,13 @@
 //! Checks in production what must always hold (design 2): a few entities of this process's shards at a time, over and over, each
 //! time in one snapshot of the database, by the predicates that the property tests use.
 //!
-//! From the database I1, I2, I6, I7 and I8 can be judged, and I4 of terminals' tokens. I3 is money's ledger; I4 of others and I5 are held by what a commit refuses and by the
+//! From the database I1, I2, I3, I6, I7 and I8 can be judged, and I4 of terminals' tokens. I4 of others and I5 are held by what a commit refuses and by the
 //! agent's journal, and leave nothing behind by which a breach would show: a counter for them could not move, and there is none. Of I6
 //! it can be seen that what is gone has nothing left; that nobody is answered any more is for the tests.
 
 use actors::Host;
 use domain::allocation::Allocation;
+use domain::billing_account::BillingAccount;
 use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
@@ -27,7 +28,7 @@ const TURN: Duration = Duration::from_secs(2);
 /// Entities of each kind in one turn.
 const AT_A_TIME: u32 = 100;
 
-const JUDGED: [&str; 6] = ["I1", "I2", "I4", "I6", "I7", "I8"];
+const JUDGED: [&str; 7] = ["I1", "I2", "I3", "I4", "I6", "I7", "I8"];
 
 /// What was checked, and what was found broken.
 pub struct Auditor {
@@ -89,6 +90,7 @@ impl Auditor {
             Kind::Allocation => self.judge_allocations(&page.items, &mut inspection).await?,
             Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
             Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
+            Kind::BillingAccount => self.judge_billing(&page.items, &mut inspection).await?,
             Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
         }
         Ok(page.next)
@@ -112,6 +114,17 @@ impl Auditor {
     fn judge_account(&self, row: &Inspected) {
         let Some(account) = decoded::<ServiceAccount>(row) else { return };
         self.judge("I6", row, invariant::i6_a_deleted_account_has_no_keys(&account));
+    }
+
+    /// Against the sum of its entries.
+    async fn judge_billing(&self, rows: &[Inspected], inspection: &mut Inspection) -> Result<(), StoreError> {
+        for row in rows {
+            let Some(account) = decoded::<BillingAccount>(row) else { continue };
+            let (sum, postings) = inspection.sum_of_entries(account.id).await?;
+            self.judge("I3", row, account.balance == sum && account.postings == postings);
+            self.judge("I8", row, ends(row, &account, invariant::account_is_transient(&account)));
+        }
+        Ok(())
     }
 
     fn judge_terminal(&self, row: &Inspected) {

@@ -30,6 +30,10 @@ pub async fn run(figures: Arc<ProcessFigures>, host: Arc<Host>, reads: Reads, bu
             Ok((standing, pending)) => figures.stands(&standing, &pending),
             Err(error) => tracing::warn!(error = %error, "could not read the figures"),
         }
+        match reads.ledger_difference(&shards).await {
+            Ok(micro) => figures.ledger_differs(micro),
+            Err(error) => tracing::warn!(error = %error, "could not compare balances with the ledger"),
+        }
         for stream in Stream::ALL {
             // Said every few seconds otherwise; the lost connection was said once.
             if let (true, Ok(Ok(lag))) = (bus.is_connected(), timeout(ANSWERED_WITHIN, lag(&bus, stream)).await) {

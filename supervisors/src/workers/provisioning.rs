@@ -8,6 +8,7 @@ use super::reactor::{Effect, Heard, Reactor};
 use actors::place::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
+use domain::billing_account::{self, BillingAccount};
 use domain::machine::Command as _;
 use domain::node::{self, Node};
 use domain::placement::{self, Wanted};
@@ -60,6 +61,10 @@ impl Placer {
             Standing::Placed => return Ok(by.settle(heard).await),
         };
         let tell = |command| by.carry_out::<Allocation>(heard, id.0, command);
+        // Before anybody is asked to do anything: who pays for it?
+        if let Some(message) = self.unaffordable(by, heard, &allocation).await? {
+            return Ok(tell(allocation::Command::Unaffordable { message }).await);
+        }
         if let Some(limit) = self.over_quota(by, heard, &allocation).await? {
             return Ok(tell(allocation::Command::OverQuota { limit }).await);
         }
@@ -94,6 +99,25 @@ impl Placer {
         self.refused.inc();
         self.asked.observe(asked);
         Ok(tell(allocation::Command::NoCapacity { suggestion: Some(suggestion) }).await)
+    }
+
+    /// What is missing, where the account does not cover a first window.
+    async fn unaffordable(
+        &self,
+        by: &Reactor,
+        heard: &Heard,
+        allocation: &Allocation,
+    ) -> Result<Option<String>, Stuck> {
+        let asked = &allocation.asked;
+        let (holder, price) = (asked.holder(), asked.price.clone());
+        let account = id_of_name(Kind::BillingAccount, &holder.to_string());
+        let (user_id, gpu_count) = (asked.user_id.clone(), asked.gpu_count);
+        let hold = billing_account::Command::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
+        match by.directory.ask::<BillingAccount>(&by.permit, account, hold, by.asked(heard)).await {
+            Ok(_) => Ok(None),
+            Err(AskError::Rejected(missing)) => Ok(Some(words_of(&missing, asked.price.currency.as_str()))),
+            Err(error) => Err(Stuck(error.to_string())),
+        }
     }
 
     /// The limit, where the tenant has reached it.
@@ -141,6 +165,24 @@ impl Placer {
             // It may have reserved: the next try asks it first.
             Err(error) => Err(Stuck(error.to_string())),
         }
+    }
+}
+
+/// What the user reads of it.
+fn words_of(missing: &billing_account::Rejection, currency: &str) -> String {
+    match missing {
+        billing_account::Rejection::InsufficientBalance { needed, available } => format!(
+            "A first window costs {needed} minor units of {currency}, and {available} are available: the balance without what is held \
+             and what runs. Pay money in, or ask for less."
+        ),
+        billing_account::Rejection::CurrencyDiffers { account, given } => {
+            format!(
+                "This is priced in {given}, and the account is in {account}; ask for a SKU that is priced in {account}."
+            )
+        }
+        billing_account::Rejection::NotFound
+        | billing_account::Rejection::Amount { .. }
+        | billing_account::Rejection::Full => missing.to_string(),
     }
 }
 

@@ -14,6 +14,7 @@ use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};
 use domain::allocation::Allocation;
 use domain::authz::authorize;
+use domain::billing_account::BillingAccount;
 use domain::event::{Reaction, Stream};
 use domain::machine::Command as _;
 use domain::node::Node;
@@ -136,6 +137,10 @@ impl Reactor {
             }
             Reaction::CloseTerminals { allocation_id, user_id } => {
                 super::terminals::close(self, heard, allocation_id, &user_id).await
+            }
+            Reaction::Billing { holder, command } => {
+                let account = id_of_name(Kind::BillingAccount, &holder.to_string());
+                self.carry_out::<BillingAccount>(heard, account, command).await
             }
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await

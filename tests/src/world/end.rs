@@ -32,6 +32,7 @@ impl World {
         self.expect_nothing_parked().await;
         self.expect_every_gpu_held_once().await;
         self.expect_audit_verifies().await;
+        self.expect_ledger_verifies().await;
         self.expect_no_secret_kept().await;
         self.stop().await;
         self.judge_logs();
@@ -66,6 +67,12 @@ impl World {
         };
         let report = verify(&self.pool, &what).await.expect("the audit log can be verified");
         assert!(self.declared.audit || report.findings.is_empty(), "the audit log: {:#?}", report.findings);
+    }
+
+    /// Every balance is the sum of its entries (I3).
+    async fn expect_ledger_verifies(&self) {
+        let report = persistence::Reads::new(self.pool.clone()).verify_ledger().await.expect("the ledger can be read");
+        assert!(report.holds(), "the ledger: {report:#?}");
     }
 
     async fn expect_no_secret_kept(&self) {

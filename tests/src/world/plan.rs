@@ -2,7 +2,7 @@
 
 use super::client::Client;
 use super::line::Line;
-use super::{Declared, GPUS, World, simulated};
+use super::{CREDIT, Declared, GPUS, World, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
@@ -40,11 +40,20 @@ pub struct Plan {
     /// Of one replica, by its index.
     own_variables: Vec<(usize, String, String)>,
     binaries: Option<PathBuf>,
+    /// Who begins with money.
+    funded: Vec<String>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { replicas: 1, policies: Vec::new(), variables: Vec::new(), own_variables: Vec::new(), binaries: None }
+        Self {
+            replicas: 1,
+            policies: Vec::new(),
+            variables: Vec::new(),
+            own_variables: Vec::new(),
+            binaries: None,
+            funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
+        }
     }
 }
 
@@ -57,6 +66,12 @@ impl Plan {
     /// A value of the policy catalog, for everybody, from the start.
     pub fn policy(mut self, key: &str, value: impl Into<Value>) -> Self {
         self.policies.push((key.to_owned(), value.into()));
+        self
+    }
+
+    /// Nobody begins with money.
+    pub fn penniless(mut self) -> Self {
+        self.funded.clear();
         self
     }
 
@@ -188,6 +203,10 @@ impl Plan {
         };
         for (key, value) in policies(self.policies) {
             world.set_policy(&key, value).await;
+        }
+        world.bind("admin", "billing_operations").await;
+        for username in self.funded {
+            world.credit(&username, CREDIT).await;
         }
         Ok(world)
     }

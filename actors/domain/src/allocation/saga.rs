@@ -38,6 +38,7 @@ impl Allocation {
             history: Vec::new(),
             active_at: None,
             release_requested_at: None,
+            fault: None,
             again: None,
             logins: None,
             refusals: Refusals::default(),
@@ -60,6 +61,10 @@ impl Allocation {
             Command::Reserved { node_id, placed } => Ok(self.reserved(node_id, placed, ctx)),
             Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
             Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
+            Command::Unaffordable { message } => Ok(self.unaffordable(&message, ctx)),
+            Command::Uncover => Ok(self.uncover(ctx)),
+            Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason)),
+            Command::StillMetered { is_running } => Ok(self.still_metered(is_running)),
             Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
             Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
             Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
@@ -96,21 +101,31 @@ impl Allocation {
         let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
         match &self.phase {
             Phase::Requested { .. } => {
-                Ok(self.end(None, "cancelled", "cancelled before a node was found", ctx).audit(audit))
+                let step = self.end(None, "cancelled", "cancelled before a node was found", ctx);
+                Ok(step.event(self.never_used()).audit(audit))
             }
-            Phase::Provisioning { node_id, placed, .. } => Ok(self.released(*node_id, placed, ctx).audit(audit)),
+            Phase::Provisioning { node_id, placed, .. } => {
+                Ok(self.released("release requested", *node_id, placed, ctx).event(self.never_used()).audit(audit))
+            }
             Phase::Active { node_id, placed } => {
-                let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
-                Ok(self.released(*node_id, placed, ctx).event(unwanted).audit(audit))
+                Ok(self.given_back("release requested", *node_id, placed, ctx).audit(audit))
             }
             // Asking twice is asking once.
             Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
         }
     }
 
-    fn released(&self, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
+    /// An active one is to end: its terminals and its meter end with it.
+    pub(super) fn given_back(&self, why: &str, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
+        let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
+        let step = self.released(why, node_id, placed, ctx).event(unwanted);
+        let usage = step.reply.usage();
+        step.event(usage)
+    }
+
+    fn released(&self, why: &str, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
         let next = Self { release_requested_at: Some(ctx.now), ..self.clone() };
-        next.clean_up(node_id, placed, 1, "release requested", ctx)
+        next.clean_up(node_id, placed, 1, why, ctx)
     }
 
     fn retry_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
@@ -240,9 +255,11 @@ impl Allocation {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
                 let mut next = self.moved(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
                 next.active_at = Some(ctx.now);
+                let usage = next.usage();
                 next.again = next.logins().are_pending().then(|| Again::first(ctx.now));
                 next.step(format!("node {node_id} set the tenant up"))
                     .event(Event::AllocationActive { allocation_id: self.id, node_id })
+                    .event(usage)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -283,6 +300,7 @@ impl Allocation {
                 node_id: Some(node_id),
                 reason: code.to_owned(),
             })
+            .event(self.never_used())
             .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id })))
     }
 
@@ -420,7 +438,7 @@ impl Allocation {
         })
     }
 
-    fn refused(&self, code: &str, message: &str, retryable: bool, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn refused(&self, code: &str, message: &str, retryable: bool, ctx: &Ctx<'_>) -> Step<Self> {
         let mut next = self.clone();
         next.failure = Some(Failure {
             phase: "requested".to_owned(),
@@ -430,6 +448,7 @@ impl Allocation {
         });
         next.end(None, code, message, ctx)
             .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_owned() })
+            .event(self.never_used())
             .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code })))
     }
 

@@ -268,6 +268,12 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleaned elsewhere", worker(), Command::Cleaned { node_id: ELSEWHERE, attempt }),
         ("cleanup_failed", worker(), remains(attempt)),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
+        ("unaffordable", worker(), Command::Unaffordable { message: "m".into() }),
+        ("uncover", worker(), Command::Uncover),
+        ("faulted", worker(), Command::Faulted { node_id: NODE, at: start(), reason: "r".into() }),
+        ("faulted elsewhere", worker(), Command::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }),
+        ("still_metered, and running", worker(), Command::StillMetered { is_running: true }),
+        ("still_metered, and held", worker(), Command::StillMetered { is_running: false }),
         ("still_counted", worker(), Command::StillCounted { logins_revision: 0 }),
         ("still_counted, with other keys", worker(), Command::StillCounted { logins_revision: 1 }),
         ("choose_logins by its user", ann(), choose(&[KEY])),
@@ -422,10 +428,10 @@ fn it_is_rented_and_given_back() {
         .says(&["provisioning.started"])
         .provisioned()
         .expect("active")
-        .says(&["provisioning.active"])
+        .says(&["provisioning.active", "billing.usage_changed"])
         .released_by_ann()
         .expect("releasing")
-        .says(&["provisioning.release_requested", "terminal.unwanted"])
+        .says(&["provisioning.release_requested", "terminal.unwanted", "billing.usage_changed"])
         .cleaned()
         .expect("released")
         .says(&["provisioning.released"]);
@@ -458,7 +464,7 @@ fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
         .reserved()
         .told(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
         .expect("releasing")
-        .says(&["provisioning.release_requested", "provisioning.failed"])
+        .says(&["provisioning.release_requested", "provisioning.failed", "billing.usage_changed"])
         .cleaned()
         .expect("released");
     let failure = story.allocation.failure.clone().unwrap();
@@ -481,7 +487,8 @@ fn a_tenant_that_is_ready_after_the_deadline_passed_is_not_made_active() {
 #[test]
 fn without_capacity_it_ends_at_once_with_what_could_be_had() {
     let story = allocation().told(Command::NoCapacity { suggestion: Some("Region b has room.".into()) });
-    let story = story.expect("released").says(&["provisioning.released", "provisioning.failed"]);
+    let said = ["provisioning.released", "provisioning.failed", "billing.usage_changed"];
+    let story = story.expect("released").says(&said);
     let failure = story.allocation.failure.unwrap();
     assert_eq!((failure.code.as_str(), failure.message.as_str()), ("insufficient_capacity", "Region b has room."));
 }

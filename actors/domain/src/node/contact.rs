@@ -2,6 +2,8 @@
 
 use super::{INVENTORY_MISMATCH, Life, Node, Rejection, Reply};
 use crate::audit::{Audit, AuditAction};
+use crate::event::Event;
+use crate::id::AllocationId;
 use crate::machine::{Ctx, Step, Timestamp};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
@@ -118,6 +120,7 @@ impl Node {
         next.see(&from.boot_id, &from.agent_version, from.protocol, from.task_types.as_ref(), ctx);
         next.inventory = Some(inventory);
         next.health = health;
+        let faults = next.faults(self, ctx);
         if next.health.status == HealthStatus::Critical && next.may_be_quarantined() {
             let was = Box::new(next.life.clone());
             let event = next.enter(
@@ -127,15 +130,50 @@ impl Node {
                 ctx,
             );
             let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "health_critical" }));
-            return Step::to(next, reply, "critical health").event(event).audit(audit);
+            let step = Step::to(next, reply, "critical health").event(event).audit(audit);
+            return faults.into_iter().fold(step, Step::event);
         }
         if let (Life::Active | Life::Offline | Life::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
             let was = Box::new(next.life.clone());
             let event = next.enter(Life::Quarantined { was }, "inventory_drift", &why, ctx);
             let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "inventory_drift" }));
-            return Step::to(next, reply, why).event(event).audit(audit);
+            let step = Step::to(next, reply, why).event(event).audit(audit);
+            return faults.into_iter().fold(step, Step::event);
+        }
+        if !faults.is_empty() {
+            return faults.into_iter().fold(Step::to(next, reply, "the machine has a critical fault"), Step::event);
         }
         self.after_contact(next, reply, ctx)
+    }
+
+    /// Whoever is on a machine with a critical fault does not pay for it, nor whose GPU is gone: since now, or since the machine was
+    /// heard last. Said when it is noticed, and not with every heartbeat.
+    fn faults(&self, before: &Self, ctx: &Ctx<'_>) -> Vec<Event> {
+        let last_heard = before.seen.as_ref().filter(|_| before.life == Life::Offline).map(|seen| seen.last_seen_at);
+        let at = last_heard.unwrap_or(ctx.now);
+        let fault = |(id, reason): (&AllocationId, &'static str)| Event::TenantFaulted {
+            node_id: self.id,
+            allocation_id: *id,
+            at,
+            reason: reason.to_owned(),
+        };
+        let known: Vec<_> = before.faulted().collect();
+        self.faulted().filter(|found| !known.contains(found)).map(fault).collect()
+    }
+
+    /// The allocations that a fault of the machine concerns, and which.
+    fn faulted(&self) -> impl Iterator<Item = (&AllocationId, &'static str)> {
+        let is_critical = self.health.status == HealthStatus::Critical;
+        let found: BTreeSet<&str> =
+            self.inventory.iter().flat_map(|inventory| &inventory.gpus).map(|gpu| gpu.uuid.as_str()).collect();
+        self.holds.iter().filter_map(move |(id, hold)| {
+            let has_all = hold.placed.devices.iter().all(|device| found.contains(device.uuid.as_str()));
+            match (is_critical, has_all) {
+                (true, _) => Some((id, "health_critical")),
+                (false, false) => Some((id, "gpu_lost")),
+                (false, true) => None,
+            }
+        })
     }
 
     /// A contact is worth a commit where it changes what others see of the node, or where the last written one grows old.

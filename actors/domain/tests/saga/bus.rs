@@ -2,6 +2,7 @@
 
 use crate::world::{Delivery, World};
 use domain::allocation;
+use domain::billing_account;
 use domain::event::Reaction;
 use domain::machine::Command as _;
 use domain::node;
@@ -98,6 +99,12 @@ impl World {
                     self.applied.insert((message.id, id.0, ""));
                 }
             }
+            Reaction::Billing { holder, command } => {
+                if self.first(message, Uuid::max(), "") {
+                    self.tell_account(&holder, command).expect("the saga's facts are never refused");
+                    self.applied.insert((message.id, Uuid::max(), ""));
+                }
+            }
             Reaction::ResolveLogins { allocation_id, user_id } => self.resolve_logins(message, allocation_id, &user_id),
             Reaction::TellLogins { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
             Reaction::Tenant { user_id, command } => {
@@ -117,6 +124,21 @@ impl World {
         let logins = self.allocations[&id].logins();
         match &message.placing {
             Placing::Admit => {
+                let hold = billing_account::Command::Hold {
+                    holder: asked.holder(),
+                    allocation_id: id,
+                    user_id: asked.user_id.clone(),
+                    price: asked.price.clone(),
+                    gpu_count: asked.gpu_count,
+                };
+                if let Err(refused) = self.tell_account(&asked.holder(), hold) {
+                    self.reached.insert("account without money".to_owned());
+                    return self.conclude(
+                        message,
+                        id,
+                        allocation::Command::Unaffordable { message: refused.to_string() },
+                    );
+                }
                 let command = tenant::Command::Admit {
                     user_id: asked.user_id.clone(),
                     allocation_id: id,

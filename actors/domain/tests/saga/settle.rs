@@ -37,10 +37,12 @@ impl World {
             world.allocations.values().all(|it| matches!(it.phase, Phase::Released { .. }))
                 && world.nodes.values().all(|node| node.holds.is_empty())
                 && world.tenants.values().all(|tenant| tenant.live.is_empty())
+                && world.accounts.values().all(|account| account.meters.is_empty())
         });
         for (id, agent) in &self.agents {
             assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "somebody is left on {id}");
         }
+        self.the_books_add_up();
         self.come_back();
     }
 

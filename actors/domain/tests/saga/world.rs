@@ -6,18 +6,20 @@ use crate::moves::Move;
 use chrono::TimeDelta;
 use domain::allocation::{self, Allocation};
 use domain::authz::{Caller, Role};
+use domain::billing_account::{self, BillingAccount, Holder};
+use domain::ledger::Posting;
 use domain::machine::{Machine, Timestamp};
-use domain::money::Price;
+use domain::money::{Currency, Price};
 use domain::node::{self, HealthStatus, HoldPhase, Life, Node};
 use domain::policy::{Key, PolicyBook, Scope, Value};
 use domain::tenant::{self, Tenant};
-use domain::{AllocationId, Ctx, Event, NodeId, Principal, SkuId, Step, TokenId, invariant};
+use domain::{AllocationId, BillingAccountId, Ctx, Event, NodeId, Principal, SkuId, Step, TokenId, invariant};
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 pub(crate) const NODES: u128 = 3;
 const GPUS: u32 = 4;
-const USERS: u8 = 3;
+const USERS: u8 = 4;
 const QUOTA: i64 = 4;
 /// So that a run stays readable; a world has no other bound.
 const MOST_LIVE: usize = 14;
@@ -38,6 +40,8 @@ pub(crate) struct World {
     pub(crate) nodes: BTreeMap<NodeId, Node>,
     pub(crate) allocations: BTreeMap<AllocationId, Allocation>,
     pub(crate) tenants: BTreeMap<String, Tenant>,
+    pub(crate) accounts: BTreeMap<Holder, BillingAccount>,
+    ledger: BTreeMap<BillingAccountId, Vec<Posting>>,
     pub(crate) agents: BTreeMap<NodeId, Agent>,
     pub(crate) bus: Vec<Message>,
     /// Messages that somebody holds back, for however long.
@@ -80,6 +84,7 @@ impl World {
         let mut policy = PolicyBook::default();
         policy.set(Key::AllocationMaxConcurrent, Scope::Global, now, Value::Int(QUOTA)).unwrap();
         policy.set(Key::AllocationReleaseMaxAttempts, Scope::Global, now, Value::Int(3)).unwrap();
+        policy.set(Key::BillingLowBalanceThreshold, Scope::Global, now, Value::Int(8)).unwrap();
         policy.set(Key::AllocationReleaseTimeout, Scope::Global, now, Value::Int(120)).unwrap();
         let mut world = Self {
             now,
@@ -88,6 +93,8 @@ impl World {
             nodes: BTreeMap::new(),
             allocations: BTreeMap::new(),
             tenants: BTreeMap::new(),
+            accounts: BTreeMap::new(),
+            ledger: BTreeMap::new(),
             agents: BTreeMap::new(),
             bus: Vec::new(),
             stranded: Vec::new(),
@@ -98,6 +105,10 @@ impl World {
             counter: 0,
             reached: BTreeSet::new(),
         };
+        // The last of the users is poor.
+        for (user, amount_minor) in (0..USERS).zip([100_000, 100_000, 100_000, 12]) {
+            world.give(user, amount_minor);
+        }
         for n in 1..=NODES {
             let id = NodeId(Uuid::from_u128(n));
             world.agents.insert(id, Agent::default());
@@ -134,15 +145,21 @@ impl World {
             id,
             version: i64::from(state.is_some()),
         };
-        let Step { next, events, audit, effects: _, rests_on: _, reply, why } = M::decide(state, command, &ctx)?;
+        let step = M::decide(state, command, &ctx)?;
+        let Step { next, events, audit, postings, effects: _, rests_on: _, reply, why } = step;
         let Some(next) = next else {
-            assert!(events.is_empty() && audit.is_empty(), "what is not written is lost");
+            let nothing = events.is_empty() && audit.is_empty() && postings.is_empty();
+            assert!(nothing, "what is not written is lost");
             return Ok((None, reply));
         };
         assert!(!why.is_empty(), "the history says why");
         let kept = serde_json::to_string(&next).unwrap();
         assert_eq!(serde_json::from_str::<M>(&kept).unwrap(), next, "a snapshot decodes to what was decided");
         self.reached.insert(format!("{} {}", M::KIND, next.state()));
+        for posting in postings {
+            self.reached.insert(format!("posting {}", posting.kind.name()));
+            self.ledger.entry(BillingAccountId(id)).or_default().push(posting);
+        }
         for event in events {
             let kept = serde_json::to_string(&event).unwrap();
             assert_eq!(serde_json::from_str::<Event>(&kept).unwrap(), event);
@@ -203,6 +220,30 @@ impl World {
             self.tenants.insert(user_id.to_owned(), next);
         }
         Ok(())
+    }
+
+    pub(crate) fn tell_account(
+        &mut self,
+        holder: &Holder,
+        command: billing_account::Command,
+    ) -> Result<(), billing_account::Rejection> {
+        let state = self.accounts.get(holder).cloned();
+        // As in life, the id follows from the name.
+        let bytes = holder.to_string().into_bytes();
+        let id = Uuid::from_u128(bytes.iter().fold(0, |id, byte| (id << 8) | u128::from(*byte)));
+        let (next, _) = self.decide(id, state.as_ref(), &Principal::system("worker"), command)?;
+        if let Some(next) = next {
+            self.accounts.insert(holder.clone(), next);
+        }
+        Ok(())
+    }
+
+    fn give(&mut self, user: u8, amount_minor: i64) {
+        let (holder, currency) = (Holder::User(format!("user-{user}")), Currency::parse("EUR").unwrap());
+        let open = billing_account::Command::Open { holder: holder.clone(), currency: currency.clone() };
+        self.tell_account(&holder, open).unwrap();
+        let give = billing_account::Command::Adjust { amount_minor, currency, reason: "r".into() };
+        self.tell_account(&holder, give).unwrap();
     }
 
     // ---- What happens ----
@@ -397,8 +438,13 @@ impl World {
         let allocations: Vec<_> = self.allocations.values().filter(|it| due(it.timer())).map(|it| it.id).collect();
         let due_tenants = self.tenants.values().filter(|it| due(it.timer())).map(|it| it.user_id.clone());
         let tenants: Vec<_> = due_tenants.collect();
+        let due_accounts = self.accounts.iter().filter(|(_, it)| due(it.timer())).map(|(holder, _)| holder.clone());
+        let accounts: Vec<_> = due_accounts.collect();
         for user_id in tenants {
             self.tell_tenant(&user_id, tenant::Command::Tick).unwrap();
+        }
+        for holder in accounts {
+            self.tell_account(&holder, billing_account::Command::Tick).unwrap();
         }
         nodes.into_iter().for_each(|id| self.tick_node(id));
         allocations.into_iter().for_each(|id| self.tick_allocation(id));
@@ -407,7 +453,9 @@ impl World {
     pub(crate) fn next_timer(&self) -> Option<Timestamp> {
         let nodes = self.nodes.values().filter_map(Machine::timer);
         let tenants = self.tenants.values().filter_map(Machine::timer);
-        nodes.chain(tenants).chain(self.allocations.values().filter_map(Machine::timer)).min()
+        // Windows end all the time, and nobody waits for them.
+        let asking = self.accounts.values().filter_map(|it| it.again.map(|again| again.at));
+        nodes.chain(tenants).chain(asking).chain(self.allocations.values().filter_map(Machine::timer)).min()
     }
 
     fn tick_node(&mut self, id: NodeId) {
@@ -553,6 +601,13 @@ impl World {
 
     // ---- What must always hold ----
 
+    pub(crate) fn the_books_add_up(&self) {
+        for (holder, it) in &self.accounts {
+            let postings = self.ledger.get(&it.id).map_or(&[][..], Vec::as_slice);
+            assert!(invariant::i3_the_balance_is_the_sum_of_its_entries(it, postings), "I3 {holder} {it:?}");
+        }
+    }
+
     #[track_caller]
     pub(crate) fn check(&self) {
         assert!(invariant::i2_a_gpu_has_one_tenant(&self.nodes, &self.allocations), "I2\n{}", self.picture());
@@ -563,6 +618,14 @@ impl World {
         }
         for it in self.allocations.values() {
             let transient = invariant::allocation_is_transient(it);
+            assert!(invariant::i8_what_is_transient_has_an_end(it, transient), "I8 {it:?}");
+        }
+        for (holder, it) in &self.accounts {
+            let postings = self.ledger.get(&it.id).map_or(&[][..], Vec::as_slice);
+            // All of them are added up when everything is at rest.
+            let last = postings.last().map(|last| (last.number, last.balance)).unwrap_or_default();
+            assert_eq!((it.postings, it.balance), last, "I3 {holder}");
+            let transient = invariant::account_is_transient(it);
             assert!(invariant::i8_what_is_transient_has_an_end(it, transient), "I8 {it:?}");
         }
         self.failures_close_their_nodes();

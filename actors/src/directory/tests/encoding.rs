@@ -419,6 +419,42 @@ fn of_a_tenant() {
 }
 
 #[test]
+fn of_a_billing_account() {
+    use domain::billing_account::{BillingAccount, Command, Holder, Rejection, Reply};
+    use domain::money::{Currency, Micro};
+    let currency = Currency::parse("EUR").unwrap();
+    let holder = Holder::Org(text());
+    let open = Command::Open { holder: holder.clone(), currency: currency.clone() };
+    let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let price = Price::new("EUR", 250).unwrap();
+    let hold = |holder| Command::Hold {
+        holder,
+        allocation_id: TENANT,
+        user_id: "ann".into(),
+        price: price.clone(),
+        gpu_count: 4,
+    };
+    let usage = |from, until| Command::Usage { allocation_id: TENANT, from, until };
+    let commands = vec![
+        open,
+        hold(holder),
+        hold(Holder::User("ann".into())),
+        usage(Some(at()), Some(at())),
+        usage(None, None),
+        Command::Adjust { amount_minor: -7, currency, reason: text() },
+        Command::Tick,
+    ];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::InsufficientBalance { needed: Micro::of(7), available: Micro::of(i64::MIN) },
+        Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
+        Rejection::Amount { max: 7 },
+        Rejection::Full,
+    ];
+    survives::<BillingAccount>(commands, [reply, Reply::Done], rejections);
+}
+
+#[test]
 fn of_bindings() {
     use bindings::{Command, Rejection, Reply};
     let role = PlatformRole::Auditor;

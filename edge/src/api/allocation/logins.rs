@@ -62,7 +62,7 @@ pub(in crate::api) async fn choose_ssh_keys(
         let command = Command::ChooseLogins { chosen: chosen.clone(), keys, logins_revision };
         match asking.try_ask::<Allocation>(id, command, &new).await? {
             Ok(answered) => {
-                return Ok(shown(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version));
+                return shown(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await;
             }
             // The allocation has heard of a later change of the keys than was read.
             Err(AskError::Rejected(Rejection::KeysMoved)) if readings < READINGS => {}

@@ -3,6 +3,7 @@
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::{Machine, Timestamp};
+use persistence::read::Cost;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
@@ -36,10 +37,10 @@ pub(in crate::api) struct AllocationView {
     isolation_model: String,
     /// What it pays from its beginning to its end.
     price: PriceView,
-    /// Until when it is billed. Null: this release does not bill.
+    /// Until when it is billed; null where nothing is.
     billed_until: Option<DateTime<Utc>>,
-    /// What it has cost, in minor units. Null: this release does not bill.
-    cost_to_date_minor: Option<i64>,
+    /// What it has cost by then, in minor units, rounded down.
+    cost_to_date_minor: i64,
     /// Where to log in; null while there is nothing to log in to.
     ssh: Option<SshView>,
     /// What is known to be wrong with it; null where nothing is.
@@ -118,7 +119,7 @@ pub(in crate::api) struct HealthView {
 }
 
 impl AllocationView {
-    pub(in crate::api) fn of(it: &Allocation, version: i64, now: Timestamp) -> Self {
+    pub(in crate::api) fn of(it: &Allocation, version: i64, cost: Option<&Cost>, now: Timestamp) -> Self {
         let asked = it.asked.clone();
         let (node_id, placed) = it.place().unzip();
         let deadline = it.deadline();
@@ -149,8 +150,8 @@ impl AllocationView {
             attempt: it.attempt(),
             isolation_model: asked.isolation_model,
             price: PriceView::from(&asked.price),
-            billed_until: None,
-            cost_to_date_minor: None,
+            billed_until: cost.and_then(|cost| cost.billed_until),
+            cost_to_date_minor: cost.map_or(0, |cost| cost.cost.minor()),
             ssh: SshView::of(it),
             health: HealthView::of(it),
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
@@ -222,11 +223,13 @@ impl HealthView {
                 status: "critical",
                 message: format!("Cleaning up after it failed ({reason}); it is not in use any more."),
             }),
-            Phase::Requested { .. }
-            | Phase::Provisioning { .. }
-            | Phase::Active { .. }
-            | Phase::Releasing { .. }
-            | Phase::Released { .. } => None,
+            Phase::Active { .. } => it.fault.as_ref().map(|fault| Self {
+                status: "critical",
+                message: format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at),
+            }),
+            Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {
+                None
+            }
         }
     }
 }

@@ -205,10 +205,11 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
         for header in ["ratelimit-policy", "ratelimit"] {
             let limited = matches!(&*who, "User" | "Admin" | "Bound");
             assert_eq!(headers.contains_key(header), limited, "{method} {route} {header}");
-            // What is polled often, and what opens a machine, have quotas of their own.
+            // What is polled often, what opens a machine and what is about money have quotas of their own.
             let group = match route.as_str() {
                 "/api/v1/admin/overview" => "\"admin_overview\";",
                 "/api/v1/allocations/{id}/terminal-tokens" => "\"terminal_token\";",
+                route if route.contains("/billing/") => "\"financial\";",
                 _ => "\"api\";",
             };
             let named = headers.get(header).is_none_or(|value| value.to_str().unwrap().starts_with(group));

@@ -65,6 +65,7 @@ pub(super) enum Placing {
     On(NodeId),
     NoCapacity,
     OverQuota,
+    Unaffordable,
 }
 
 /// What opens the forced refresh of the provider's keys.
@@ -253,6 +254,7 @@ impl World {
         // No test's subject but its own: most ask as one user.
         let mut book = PolicyBook::default();
         book.set(Key::RateLimitApi, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000)).unwrap();
+        book.set(Key::RateLimitFinancial, Scope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(100_000)).unwrap();
         clock.policy.store(Arc::new(book));
         tokio::spawn(play(services.clone(), Arc::clone(&placing), published));
         Self { services, router, identities, placing, clock, postgres }
@@ -428,6 +430,9 @@ async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: t
                 allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
             }
             Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
+            Placing::Unaffordable => {
+                allocation::Command::Unaffordable { message: "There is nothing to pay it from.".into() }
+            }
         };
         let by = Principal::system("test");
         let permit = authorize(&by, command.action()).unwrap();

@@ -1,0 +1,88 @@
+//! What an allocation tells the account that pays for it, and what it hears from there.
+
+use super::{Allocation, Fault, Phase};
+use crate::audit::AuditAction;
+use crate::event::Event;
+use crate::id::NodeId;
+use crate::machine::{Ctx, Step, Timestamp};
+use serde_json::json;
+
+impl Allocation {
+    /// All that is known of when it was used. Billing runs from `active` to the release request, or to a critical fault of the node.
+    pub(super) fn usage(&self) -> Event {
+        let ends = [self.fault.as_ref().map(|fault| fault.at), self.release_requested_at];
+        let until = match &self.phase {
+            Phase::Requested { .. } | Phase::Provisioning { .. } => None,
+            Phase::Active { .. } | Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => {
+                ends.into_iter().flatten().min()
+            }
+        };
+        Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: self.active_at, until }
+    }
+
+    /// It was never active, and never will be.
+    pub(super) fn never_used(&self) -> Event {
+        let until = Some(self.requested_at);
+        Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: None, until }
+    }
+
+    /// Its account has a meter for it that may not have heard the last.
+    pub(super) fn still_metered(&self, is_running: bool) -> Step<Self> {
+        let news = match &self.phase {
+            Phase::Requested { .. } | Phase::Provisioning { .. } => None,
+            Phase::Active { .. } if is_running && self.fault.is_none() => None,
+            Phase::Active { .. } => Some(self.usage()),
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => {
+                Some(if self.active_at.is_some() { self.usage() } else { self.never_used() })
+            }
+        };
+        match news {
+            None => self.stay(),
+            Some(news) => self.unchanged("its account has not heard all of its use").event(news),
+        }
+    }
+
+    pub(super) fn unaffordable(&self, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+        match &self.phase {
+            Phase::Requested { .. } => self.refused("insufficient_balance", message, true, ctx),
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    /// Nobody pays for it any more.
+    pub(super) fn uncover(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        const WHY: &str = "the balance is depleted";
+        let audit = self.audit(AuditAction::AllocationsUncover, json!({ "holder": self.asked.holder().to_string() }));
+        match &self.phase {
+            Phase::Active { node_id, placed } => self.given_back(WHY, *node_id, placed, ctx).audit(audit),
+            Phase::Provisioning { .. } | Phase::Requested { .. } => self.stay(),
+            // Its account did not hear that it has ended.
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.still_metered(true),
+        }
+    }
+
+    /// The first fault counts: it stays the user's to give back, and costs nothing from there on.
+    pub(super) fn faulted(&self, node_id: NodeId, at: Timestamp, reason: &str) -> Step<Self> {
+        let is_here = self.place().is_some_and(|(ours, _)| ours == node_id);
+        match &self.phase {
+            Phase::Active { .. } if is_here && self.fault.is_none() => {
+                let at = self.active_at.map_or(at, |active_at| at.max(active_at));
+                let fault = Some(Fault { at, reason: reason.to_owned() });
+                let next = Self { fault, ..self.clone() };
+                let (usage, audit) = (next.usage(), json!({ "node_id": node_id, "at": at, "reason": reason }));
+                let audit = self.audit(AuditAction::AllocationsFault, audit);
+                next.step(format!("node {node_id} has a critical fault: billing has ended")).event(usage).audit(audit)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! What one allocation has cost so far.
+
+use crate::machine::Timestamp;
+use crate::money::{Micro, Rate};
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Meter {
+    /// Who rents it; in an org's account there are many.
+    pub user_id: String,
+    /// The price that it began with: a later one is for others.
+    pub rate: Rate,
+    /// What a window costs, set aside until it runs.
+    pub held: Micro,
+    /// `None` until the allocation is active.
+    pub run: Option<Run>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    pub from: Timestamp,
+    /// All until then is posted.
+    pub billed_until: Timestamp,
+    /// To the account.
+    pub charged: Micro,
+    /// To ourselves.
+    pub written_off: Micro,
+    /// From then on it is ours to bear: the account was depleted and its grace over.
+    pub cut_at: Option<Timestamp>,
+}
+
+impl Meter {
+    /// What must be there for it: what is set aside, or what it will have cost by `until` and was not posted.
+    pub(super) fn held_or_due(&self, until: Timestamp) -> Micro {
+        self.run.as_ref().map_or(self.held, |run| run.due(self.rate, until))
+    }
+}
+
+impl Run {
+    pub(super) const fn begins(from: Timestamp) -> Self {
+        Self { from, billed_until: from, charged: Micro::ZERO, written_off: Micro::ZERO, cut_at: None }
+    }
+
+    /// What the account owes for it until then and was not charged.
+    pub(super) fn due(&self, rate: Rate, until: Timestamp) -> Micro {
+        rate.over(self.from, self.ours_from(until)).minus(self.charged).max(Micro::ZERO)
+    }
+
+    /// Where of the while until then our part begins; its end where there is none.
+    pub(super) fn ours_from(&self, until: Timestamp) -> Timestamp {
+        self.cut_at.map_or(until, |cut_at| until.min(cut_at))
+    }
+
+    /// What is to be written off until then, beside what was.
+    pub(super) fn lost(&self, rate: Rate, until: Timestamp) -> Micro {
+        rate.over(self.from, until)
+            .minus(rate.over(self.from, self.ours_from(until)))
+            .minus(self.written_off)
+            .max(Micro::ZERO)
+    }
+}

@@ -1,0 +1,299 @@
+//! Money: what there is, what it went to, and what something would cost (decisions 6).
+
+mod view;
+
+use actors::place::id_of_name;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use domain::billing_account::{BillingAccount, Command, Holder, Reply};
+use domain::money::{Currency, Rate};
+use domain::policy::Key;
+use domain::{BillingAccountId, Kind};
+use persistence::read::{LedgerRow, ListFilter};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+use uuid::Uuid;
+
+use super::asking::{AdjustBilling, Asking, ByUser, May, SeeBilling, replayed};
+use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, GpuCount, Reason, SkuRef};
+use super::sku;
+use super::stored::{self, current};
+use crate::body::{self, Path, Query};
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::services::Services;
+use view::{AccountView, EstimateView, LedgerView, MeteredView};
+
+/// What is to be estimated.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Wanted {
+    /// A SKU's name or id.
+    sku: SkuRef,
+    gpu_count: GpuCount,
+}
+
+/// Whose account is to be opened: a user's or an organisation's.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(example = json!({ "user_id": "4f1c2a", "currency": "EUR" }))]
+pub(super) struct NewAccount {
+    /// The `sub` of their access tokens.
+    user_id: Option<ClaimId>,
+    /// The organisation that their access tokens name.
+    org_id: Option<ClaimId>,
+    /// What it holds; it cannot be changed.
+    currency: CurrencyCode,
+}
+
+/// What an operator gives to an account or takes from it.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(example = json!({ "amount_minor": 500, "currency": "EUR", "reason": "two hours were lost to a faulty switch" }))]
+pub(super) struct NewAdjustment {
+    amount_minor: AdjustmentMinor,
+    /// The account's own.
+    currency: CurrencyCode,
+    reason: Reason,
+}
+
+/// Which accounts.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AccountFilter {
+    /// The user whom it belongs to.
+    user_id: Option<ClaimId>,
+    /// The organisation that it belongs to.
+    org_id: Option<ClaimId>,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NoFilter {}
+
+/// What is in your account, or in your organisation's where your token names one.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The account.", body = AccountView)))]
+pub(super) async fn balance(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+) -> Result<Json<AccountView>, ApiError> {
+    let holder = holder_of(&asking);
+    let account = current::<BillingAccount>(&services, id_of(&holder)).await?;
+    let now = services.world.now();
+    let window = services.world.policy().seconds(Key::BillingWindow, &holder.scopes(), now);
+    Ok(Json(match account {
+        Some(found) => AccountView::of(&found.it, now, window),
+        None => AccountView::empty(id_of(&holder), &holder, now),
+    }))
+}
+
+/// What your account's money went to and came from, newest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery),
+    responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
+)]
+pub(super) async fn ledger(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    listing: Listing<NoFilter>,
+) -> Result<Json<Items<LedgerView>>, ApiError> {
+    let account = id_of(&holder_of(&asking));
+    let page = listing.page("billing/ledger", &account.to_string(), Order::NewestFirst)?;
+    postings(&services, account, &page).await
+}
+
+/// What an allocation would cost, and whether your account covers its beginning.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(Wanted),
+    responses((status = 200, description = "The estimate.", body = EstimateView)),
+)]
+pub(super) async fn estimate(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Query(wanted): Query<Wanted>,
+) -> Result<Json<EstimateView>, ApiError> {
+    let sku = sku::rentable(&services, &wanted.sku).await?;
+    let price = sku.price().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
+    let holder = holder_of(&asking);
+    let account = current::<BillingAccount>(&services, id_of(&holder)).await?.map(|found| found.it);
+    let now = services.world.now();
+    let window = services.world.policy().seconds(Key::BillingWindow, &holder.scopes(), now);
+    let rate = Rate::of(price, wanted.gpu_count.0);
+    Ok(Json(EstimateView::of(price, rate, account.as_deref(), now, window)))
+}
+
+/// All accounts, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, AccountFilter),
+    responses((status = 200, description = "A page of accounts.", body = Items<AccountView>)),
+)]
+pub(super) async fn list(
+    _: May<SeeBilling>,
+    State(services): State<Services>,
+    listing: Listing<AccountFilter>,
+) -> Result<Json<Items<AccountView>>, ApiError> {
+    let page = listing.page("admin/billing/accounts", "", Order::OldestFirst)?;
+    let filter = &listing.filter;
+    let now = services.world.now();
+    let policy = services.world.policy();
+    let show =
+        |it: &BillingAccount| AccountView::of(it, now, policy.seconds(Key::BillingWindow, &it.holder.scopes(), now));
+    if filter.user_id.is_some() || filter.org_id.is_some() {
+        let holder = one_holder(filter.user_id.as_ref(), filter.org_id.as_ref())?;
+        let found = current::<BillingAccount>(&services, id_of(&holder)).await?;
+        let items = found.iter().map(|found| show(&found.it)).collect();
+        return Ok(Json(Items { items, next_page: None }));
+    }
+    let rows = stored::list::<BillingAccount>(&services, &ListFilter::default(), &page).await?;
+    Ok(Json(stored::answer(&page, rows, |stored| show(&stored.it))))
+}
+
+/// Opens an account, with nothing in it.
+///
+/// One that is there is answered with 200. Users without one get it with their first payment.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewAccount,
+    responses(
+        (status = 201, description = "The account.", body = AccountView),
+        (status = 200, description = "The account that there was.", body = AccountView),
+    ),
+)]
+pub(super) async fn open(
+    may: May<AdjustBilling>,
+    State(services): State<Services>,
+    body::Json(new): body::Json<NewAccount>,
+) -> Result<impl IntoResponse, ApiError> {
+    let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
+    let id = id_of(&holder);
+    let command = Command::Open { holder, currency: currency(&new.currency)? };
+    let answered = may.asking.ask::<BillingAccount>(id, command, &new).await?;
+    let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
+    Ok((status, replayed(&answered), Json(shown(&services, answered.reply)?)))
+}
+
+/// One account, with what it pays for at this moment.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The account's id")),
+    responses((status = 200, description = "The account.", body = MeteredView)),
+)]
+pub(super) async fn get(
+    _: May<SeeBilling>,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<MeteredView>, ApiError> {
+    let found = current::<BillingAccount>(&services, id).await?;
+    let found = found.ok_or_else(|| ApiError::not_found("billing account"))?;
+    let now = services.world.now();
+    let window = services.world.policy().seconds(Key::BillingWindow, &found.it.holder.scopes(), now);
+    Ok(Json(MeteredView::of(&found.it, now, window)))
+}
+
+/// An account's postings, newest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The account's id"), PageQuery),
+    responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
+)]
+pub(super) async fn ledger_of(
+    _: May<SeeBilling>,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    listing: Listing<NoFilter>,
+) -> Result<Json<Items<LedgerView>>, ApiError> {
+    current::<BillingAccount>(&services, id).await?.ok_or_else(|| ApiError::not_found("billing account"))?;
+    let page = listing.page("admin/billing/ledger", &id.to_string(), Order::NewestFirst)?;
+    postings(&services, id, &page).await
+}
+
+/// Gives to an account, or takes from it what is there, for a reason.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(
+        ("id" = Uuid, Path, description = "The account's id"),
+        (
+            "Idempotency-Key" = String,
+            Header,
+            description = "A value of the caller's own: a repetition with it gets the first answer.",
+            min_length = 1,
+            max_length = 255,
+            pattern = "^[!-~]([ -~]*[!-~])?$",
+        ),
+    ),
+    request_body = NewAdjustment,
+    responses((status = 201, description = "The account after it.", body = AccountView)),
+)]
+pub(super) async fn adjust(
+    may: May<AdjustBilling>,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    body::Json(new): body::Json<NewAdjustment>,
+) -> Result<impl IntoResponse, ApiError> {
+    // Money that is given twice is gone.
+    may.asking.require_key()?;
+    let command = Command::Adjust {
+        amount_minor: new.amount_minor.0,
+        currency: currency(&new.currency)?,
+        reason: new.reason.to_string(),
+    };
+    let answered = may.asking.ask::<BillingAccount>(id, command, &new).await?;
+    Ok((StatusCode::CREATED, replayed(&answered), Json(shown(&services, answered.reply)?)))
+}
+
+/// Who pays for what the caller rents.
+fn holder_of(asking: &Asking) -> Holder {
+    Holder::paying_for(&asking.caller.user_id, asking.caller.org_id.as_deref())
+}
+
+fn id_of(holder: &Holder) -> Uuid {
+    id_of_name(Kind::BillingAccount, &holder.to_string())
+}
+
+fn one_holder(user_id: Option<&ClaimId>, org_id: Option<&ClaimId>) -> Result<Holder, ApiError> {
+    match (user_id, org_id) {
+        (Some(user), None) => Ok(Holder::User(user.to_string())),
+        (None, Some(org)) => Ok(Holder::Org(org.to_string())),
+        (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
+            "An account belongs to a user or to an organisation: give `user_id` or `org_id`, and not both.",
+        )
+        .detail("field", "user_id")),
+    }
+}
+
+fn currency(code: &CurrencyCode) -> Result<Currency, ApiError> {
+    Currency::parse(code).map_err(|error| ApiError::invalid_request(format!("{error}.")).detail("field", "currency"))
+}
+
+fn shown(services: &Services, reply: Reply) -> Result<AccountView, ApiError> {
+    let Reply::Account { account } = reply else {
+        return Err(ApiError::internal("the billing account answered another question"));
+    };
+    let now = services.world.now();
+    let window = services.world.policy().seconds(Key::BillingWindow, &account.holder.scopes(), now);
+    Ok(AccountView::of(&account, now, window))
+}
+
+async fn postings(services: &Services, account: Uuid, page: &Page) -> Result<Json<Items<LedgerView>>, ApiError> {
+    let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
+    let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
+    let found = services.reads.ledger(BillingAccountId(account), before, rows).await?;
+    // A posting's number stands where other lists have an id.
+    let place =
+        |row: &LedgerRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.number.unsigned_abs())) };
+    Ok(Json(page.answer(found.items, place, LedgerView::from)))
+}

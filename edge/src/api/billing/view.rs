@@ -1,0 +1,237 @@
+//! Accounts and their ledgers as they are shown. Amounts are in minor units, rounded down; where the rest matters, in millionths of one.
+
+use chrono::{DateTime, TimeDelta, Utc};
+use domain::billing_account::{BillingAccount, Holder};
+use domain::money::{MICRO_PER_MINOR, Micro, Price, Rate};
+use domain::{Machine as _, Timestamp};
+use persistence::read::LedgerRow;
+use serde::Serialize;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+/// Prepaid money, and how long it lasts.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = BillingAccount)]
+pub(in crate::api) struct AccountView {
+    id: Uuid,
+    /// The user whom it belongs to; null where it is an organisation's.
+    user_id: Option<String>,
+    /// The organisation that it belongs to; null where it is a user's.
+    org_id: Option<String>,
+    /// Null where nothing was ever paid in.
+    currency: Option<String>,
+    /// `open`; `grace`: the next window is not covered, and what runs is released at `release_at`; `depleted`: that has happened.
+    state: &'static str,
+    /// What is posted, in minor units.
+    balance_minor: i64,
+    /// The same in millionths of a minor unit.
+    balance_micro: i64,
+    /// What has accrued since the last window and is not posted yet.
+    accrued_minor: i64,
+    /// What could be begun with: the balance without what is set aside and what runs in the next window.
+    available_minor: i64,
+    /// True where it is below the threshold of the warning.
+    is_low: bool,
+    /// What all that runs costs an hour.
+    burn_minor_per_hour: i64,
+    /// When it is used up if nothing changes; null where nothing is spent.
+    lasts_until: Option<DateTime<Utc>>,
+    /// When what runs is released; null where it is covered.
+    release_at: Option<DateTime<Utc>>,
+    /// How many allocations are paid from it.
+    running: u32,
+    as_of: DateTime<Utc>,
+}
+
+/// An account, and what it pays for.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = MeteredBillingAccount)]
+pub(in crate::api) struct MeteredView {
+    account: AccountView,
+    meters: Vec<MeterView>,
+    opened_at: DateTime<Utc>,
+}
+
+/// What one allocation has cost.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Meter)]
+pub(in crate::api) struct MeterView {
+    allocation_id: Uuid,
+    user_id: String,
+    minor_per_hour: i64,
+    /// Set aside until it is active, in millionths of a minor unit.
+    held_micro: i64,
+    /// Null until it is active.
+    from: Option<DateTime<Utc>>,
+    billed_until: Option<DateTime<Utc>>,
+    charged_micro: i64,
+    /// What it cost after the account was depleted, which nobody pays.
+    written_off_micro: i64,
+}
+
+/// One posting.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = LedgerPosting)]
+pub(in crate::api) struct LedgerView {
+    /// An account's postings are numbered without a gap.
+    number: i64,
+    at: DateTime<Utc>,
+    /// `usage`, `usage_credit`, `write_off`, `write_off_reversal`, `credit` or `debit`.
+    kind: String,
+    currency: String,
+    /// How it changed the balance, in millionths of a minor unit; 0 for what was written off.
+    change_micro: i64,
+    /// What was moved, in millionths of a minor unit.
+    amount_micro: i64,
+    /// The balance after it, in minor units.
+    balance_minor: i64,
+    /// The same in millionths of a minor unit.
+    balance_micro: i64,
+    /// The allocation that was used.
+    allocation_id: Option<Uuid>,
+    /// From when; null where something was given back.
+    used_from: Option<DateTime<Utc>>,
+    used_until: Option<DateTime<Utc>>,
+    /// Why an operator gave or took.
+    reason: Option<String>,
+}
+
+/// What something would cost.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = BillingEstimate)]
+pub(in crate::api) struct EstimateView {
+    currency: String,
+    amount_minor_per_gpu_hour: i64,
+    /// All GPUs together.
+    minor_per_hour: i64,
+    /// What must be there for it to begin, in millionths of a minor unit: its first window.
+    needed_micro: i64,
+    /// What is there, in millionths of a minor unit.
+    available_micro: i64,
+    /// True where it could begin now.
+    is_covered: bool,
+    /// How long what is available would last for it alone; null where it costs nothing.
+    lasts_seconds: Option<i64>,
+}
+
+impl AccountView {
+    pub(super) fn of(it: &BillingAccount, now: Timestamp, window: TimeDelta) -> Self {
+        let (user_id, org_id) = named(&it.holder);
+        let left = it.balance.minus(it.accrued(now)).get().max(0);
+        Self {
+            id: it.id.0,
+            user_id,
+            org_id,
+            currency: Some(it.currency.as_str().to_owned()),
+            state: it.state(),
+            balance_minor: it.balance.minor(),
+            balance_micro: it.balance.get(),
+            accrued_minor: it.accrued(now).minor(),
+            available_minor: it.available(now, window).minor(),
+            is_low: it.is_low,
+            burn_minor_per_hour: it.burn_minor_per_hour(),
+            lasts_until: lasts(left, it.burn_minor_per_hour()).and_then(|time| now.checked_add_signed(time)),
+            release_at: it.deadline().map(|deadline| deadline.at),
+            running: u32::try_from(it.running().count()).unwrap_or(u32::MAX),
+            as_of: now,
+        }
+    }
+
+    /// Of somebody for whom there is none yet.
+    pub(super) fn empty(id: Uuid, holder: &Holder, now: Timestamp) -> Self {
+        let (user_id, org_id) = named(holder);
+        Self {
+            id,
+            user_id,
+            org_id,
+            currency: None,
+            state: "open",
+            balance_minor: 0,
+            balance_micro: 0,
+            accrued_minor: 0,
+            available_minor: 0,
+            is_low: true,
+            burn_minor_per_hour: 0,
+            lasts_until: None,
+            release_at: None,
+            running: 0,
+            as_of: now,
+        }
+    }
+}
+
+impl MeteredView {
+    pub(super) fn of(it: &BillingAccount, now: Timestamp, window: TimeDelta) -> Self {
+        let meters = it.meters.iter().map(|(id, meter)| MeterView {
+            allocation_id: id.0,
+            user_id: meter.user_id.clone(),
+            minor_per_hour: meter.rate.minor_per_hour(),
+            held_micro: meter.held.get(),
+            from: meter.run.map(|run| run.from),
+            billed_until: meter.run.map(|run| run.billed_until),
+            charged_micro: meter.run.map_or(0, |run| run.charged.get()),
+            written_off_micro: meter.run.map_or(0, |run| run.written_off.get()),
+        });
+        Self { account: AccountView::of(it, now, window), meters: meters.collect(), opened_at: it.opened_at }
+    }
+}
+
+impl EstimateView {
+    pub(super) fn of(
+        price: &Price,
+        rate: Rate,
+        account: Option<&BillingAccount>,
+        now: Timestamp,
+        window: TimeDelta,
+    ) -> Self {
+        let needed = rate.over(now, now + window);
+        let same_money = account.filter(|account| account.currency == price.currency);
+        let available = same_money.map_or(Micro::ZERO, |account| account.available(now, window));
+        let is_free = rate.minor_per_hour() == 0;
+        Self {
+            currency: price.currency.as_str().to_owned(),
+            amount_minor_per_gpu_hour: price.amount_minor_per_gpu_hour,
+            minor_per_hour: rate.minor_per_hour(),
+            needed_micro: needed.get(),
+            available_micro: available.get(),
+            is_covered: is_free || (available >= needed && available > Micro::ZERO),
+            lasts_seconds: lasts(available.get().max(0), rate.minor_per_hour()).map(|time| time.num_seconds()),
+        }
+    }
+}
+
+impl From<LedgerRow> for LedgerView {
+    fn from(row: LedgerRow) -> Self {
+        Self {
+            number: row.number,
+            at: row.at,
+            kind: row.kind,
+            currency: row.currency,
+            change_micro: row.effect.get(),
+            amount_micro: row.amount.get(),
+            balance_minor: row.balance.minor(),
+            balance_micro: row.balance.get(),
+            allocation_id: row.allocation.map(|id| id.0),
+            used_from: row.used_from,
+            used_until: row.used_until,
+            reason: row.reason,
+        }
+    }
+}
+
+fn named(holder: &Holder) -> (Option<String>, Option<String>) {
+    match holder {
+        Holder::User(id) => (Some(id.clone()), None),
+        Holder::Org(id) => (None, Some(id.clone())),
+    }
+}
+
+/// How long so much lasts.
+fn lasts(micro: i64, minor_per_hour: i64) -> Option<TimeDelta> {
+    if minor_per_hour <= 0 {
+        return None;
+    }
+    let seconds = i128::from(micro) * 3600 / (i128::from(minor_per_hour) * i128::from(MICRO_PER_MINOR));
+    // Longer than a century is for ever.
+    TimeDelta::try_seconds(i64::try_from(seconds).ok()?.min(3_155_760_000))
+}

@@ -1,0 +1,161 @@
+//! The ledger: written with the transition or not at all, never changed, and added up.
+
+use crate::world::{World, bare, create, next};
+use domain::commit::{Commit, Outcome};
+use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind};
+use domain::ledger::{Posting, PostingKind, Usage};
+use domain::machine::Timestamp;
+use domain::money::{Currency, Micro};
+use uuid::Uuid;
+
+fn allocation(n: u128) -> AllocationId {
+    AllocationId(Uuid::from_u128(0xA110_C000 + n))
+}
+
+fn second(n: i64) -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000 + n, 0).unwrap()
+}
+
+fn posting(number: i64, kind: PostingKind, amount: i64, balance: i64) -> Posting {
+    let currency = Currency::parse("EUR").unwrap();
+    Posting {
+        number,
+        kind,
+        amount: Micro::of(amount),
+        currency,
+        balance: Micro::of(balance),
+        usage: None,
+        reason: None,
+    }
+}
+
+fn usage(number: i64, amount: i64, balance: i64, of: u128, window: i64) -> Posting {
+    let (from, until) = (second(window), second(window + 1));
+    let usage = Some(Usage { allocation_id: allocation(of), from, until, cost: Micro::of(amount * (window + 1)) });
+    Posting { usage, ..posting(number, PostingKind::Usage, amount, balance) }
+}
+
+/// The first transition of account `n`, which believes to have so much after its postings.
+fn account(n: u32, balance: i64, postings: Vec<Posting>) -> Commit {
+    let made = bare(create(n));
+    let entity = EntityRef { kind: Kind::BillingAccount, id: made.entity.id };
+    let snapshot = format!(r#"{{"balance": {balance}, "postings": {}}}"#, postings.len());
+    Commit { entity, snapshot, to_state: "open", postings, ..made }
+}
+
+fn then(before: &Commit, balance: i64, count: i64, postings: Vec<Posting>) -> Commit {
+    let snapshot = format!(r#"{{"balance": {balance}, "postings": {count}}}"#);
+    Commit { snapshot, postings, ..bare(next(before)) }
+}
+
+#[tokio::test]
+async fn postings_are_written_with_their_transition_and_add_up() {
+    let world = World::new().await;
+    let given = Posting { reason: Some("a gift".into()), ..posting(1, PostingKind::Credit, 1_000, 1_000) };
+    let first = account(1, 1_000, vec![given]);
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    let second = then(&first, 700, 3, vec![usage(2, 100, 900, 1, 0), usage(3, 200, 700, 2, 0)]);
+    assert_eq!(world.commit(&second).await, Outcome::Applied);
+    let others = account(2, 0, Vec::new());
+    assert_eq!(world.commit(&others).await, Outcome::Applied);
+
+    let reads = world.reads();
+    let report = reads.verify_ledger().await.unwrap();
+    assert!(report.holds() && report.difference() == 0, "{report:?}");
+    assert_eq!((report.accounts, report.postings), (2, 3));
+    let books = &report.books["EUR"];
+    assert_eq!((books["prepaid"], books["revenue"], books["adjustments"]), (700, 300, -1_000));
+
+    let account = BillingAccountId(first.entity.id);
+    let page = reads.ledger(account, None, 2).await.unwrap();
+    let seen: Vec<_> = page.items.iter().map(|row| (row.number, row.effect.get(), row.balance.get())).collect();
+    assert_eq!((seen, page.next), (vec![(3, -200, 700), (2, -100, 900)], Some(2)));
+    let last = reads.ledger(account, page.next, 2).await.unwrap();
+    assert_eq!((last.items[0].reason.as_deref(), last.items.len(), last.next), (Some("a gift"), 1, None));
+    let versions: Vec<i64> =
+        sqlx::query_scalar("SELECT version FROM ledger ORDER BY number").fetch_all(world.pool()).await.unwrap();
+    assert_eq!(versions, [1, 2, 2]);
+}
+
+#[tokio::test]
+async fn a_while_that_is_charged_twice_is_refused_and_takes_nobody_else_along() {
+    let world = World::new().await;
+    let first = account(1, -100, vec![usage(1, 100, -100, 1, 0)]);
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    let again = then(&first, -200, 2, vec![usage(2, 100, -200, 1, 0)]);
+    let (twice, other) = tokio::join!(world.commit(&again), async {
+        let other = account(2, -7, vec![usage(1, 7, -7, 2, 0)]);
+        world.commit(&other).await
+    });
+    assert_eq!((twice, other), (Outcome::Refused { constraint: "ledger_window".into() }, Outcome::Applied));
+    // What is refused has written nothing.
+    let number = then(&first, -200, 1, vec![usage(1, 100, -200, 1, 1)]);
+    assert_eq!(world.commit(&number).await, Outcome::Refused { constraint: "ledger_pkey".into() });
+    let stale = Commit { expected_version: 7, ..then(&first, -200, 2, vec![usage(2, 100, -200, 1, 1)]) };
+    assert_eq!(world.commit(&stale).await, Outcome::Conflict);
+    assert_eq!(world.count("ledger").await, 2);
+    assert!(world.reads().verify_ledger().await.unwrap().holds());
+}
+
+#[tokio::test]
+async fn what_is_posted_cannot_be_changed_and_what_is_unbalanced_not_be_written() {
+    let world = World::new().await;
+    world.commit(&account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)])).await;
+    for statement in ["UPDATE ledger SET amount = 1", "DELETE FROM ledger", "TRUNCATE ledger"] {
+        let error = sqlx::query(statement).execute(world.pool()).await.unwrap_err();
+        assert!(error.to_string().contains("append-only"), "{statement}: {error}");
+    }
+    for (debit, credit, amount) in
+        [("prepaid", "prepaid", 1), ("prepaid", "revenue", 0), ("prepaid", "revenue", -1), ("prepaid", "pocket", 1)]
+    {
+        let insert = sqlx::query(
+            "INSERT INTO ledger (account, number, version, kind, debit, credit, amount, currency, balance, at)
+             VALUES (gen_random_uuid(), 1, 1, 'usage', $1, $2, $3, 'EUR', 0, now())",
+        );
+        let error = insert.bind(debit).bind(credit).bind(amount).execute(world.pool()).await.unwrap_err();
+        assert!(error.to_string().contains("check constraint"), "{debit} {credit} {amount}: {error}");
+    }
+    assert_eq!(world.count("ledger").await, 1);
+}
+
+#[tokio::test]
+async fn what_does_not_add_up_is_found() {
+    let world = World::new().await;
+    let right = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
+    let richer = account(2, 150, vec![posting(1, PostingKind::Credit, 100, 100)]);
+    let out_of_line =
+        account(3, 100, vec![posting(1, PostingKind::Credit, 60, 60), posting(2, PostingKind::Credit, 40, 99)]);
+    for commit in [&right, &richer, &out_of_line] {
+        assert_eq!(world.commit(commit).await, Outcome::Applied);
+    }
+    let reads = world.reads();
+    let report = reads.verify_ledger().await.unwrap();
+    assert!(!report.holds());
+    assert_eq!(report.difference(), 50);
+    let found: Vec<_> = report.disagreements.iter().map(|it| (it.account, it.out_of_line)).collect();
+    assert_eq!(found, [(richer.entity.id, 0), (out_of_line.entity.id, 1)]);
+    let shards: Vec<_> = domain::Shard::all().collect();
+    assert_eq!(reads.ledger_difference(&shards).await.unwrap(), 51);
+    let mut inspection = reads.inspect().await.unwrap();
+    let sum = inspection.sum_of_entries(BillingAccountId(out_of_line.entity.id)).await.unwrap();
+    assert_eq!(sum, (Micro::of(100), 2));
+}
+
+#[tokio::test]
+async fn what_an_allocation_has_cost_is_what_its_last_posting_says() {
+    let world = World::new().await;
+    let first = account(1, -200, vec![usage(1, 100, -100, 1, 0), usage(2, 100, -200, 1, 1)]);
+    world.commit(&first).await;
+    let reads = world.reads();
+    let ids = [allocation(1).0, allocation(2).0];
+    let costs = reads.costs(&ids).await.unwrap();
+    assert_eq!((costs.len(), costs[&ids[0]].cost), (1, Micro::of(200)));
+    // Its end was before what was charged last.
+    let end = second(1);
+    let given_back = Usage { allocation_id: allocation(1), from: end, until: end, cost: Micro::of(150) };
+    let credit = Posting { usage: Some(given_back), ..posting(3, PostingKind::UsageCredit, 50, -150) };
+    assert_eq!(world.commit(&then(&first, -150, 3, vec![credit])).await, Outcome::Applied);
+    let cost = reads.costs(&ids).await.unwrap()[&ids[0]];
+    assert_eq!((cost.cost, cost.billed_until), (Micro::of(150), Some(end)));
+    assert!(reads.verify_ledger().await.unwrap().holds());
+}

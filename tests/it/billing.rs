@@ -1,0 +1,284 @@
+//! Money over the public API: credit, rent, windows that pass, a warning, an end, credit again. Windows are made short by policy.
+
+use futures::StreamExt as _;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tests::world::client::Client;
+use tests::world::{CURRENCY, Plan, REGION, World, id_of};
+use uuid::Uuid;
+
+const BALANCE: &str = "/api/v1/billing/balance";
+
+/// A world whose windows last a second, and in which nobody has money.
+fn short_windows() -> Plan {
+    World::plan().penniless().policy("billing.window_seconds", 1)
+}
+
+/// A SKU at 36,000 minor units an hour, 10 a second, of which a node has 8 GPUs.
+async fn dear_sku(world: &mut World) {
+    let sku = world.offer("dear", 8).await;
+    let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 36_000 } });
+    let answer = world.admin.insist(reqwest::Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await;
+    assert_eq!(answer.ok()["price"]["amount_minor_per_gpu_hour"], 36_000);
+}
+
+fn wanted(gpus: u32) -> Value {
+    json!({ "sku": "dear", "region_code": REGION, "gpu_count": gpus })
+}
+
+/// All of the caller's postings, oldest first, read page by page.
+async fn postings(by: &Client) -> Vec<Value> {
+    let (mut all, mut path) = (Vec::new(), "/api/v1/billing/ledger?limit=7".to_owned());
+    loop {
+        let page = by.get(&path).await.ok();
+        all.extend(page["items"].as_array().unwrap().iter().cloned());
+        match page["next_page"].as_str() {
+            Some(token) => path = format!("/api/v1/billing/ledger?limit=7&page_token={token}"),
+            None => break,
+        }
+    }
+    all.reverse();
+    all
+}
+
+fn micro(value: &Value) -> i64 {
+    value.as_i64().unwrap_or_else(|| panic!("{value} is no amount"))
+}
+
+/// The user's own view of the ledger adds up to the millionth: numbers, running balances, and no while charged twice.
+async fn expect_exact(by: &Client) -> Vec<Value> {
+    let all = postings(by).await;
+    let mut sum = 0;
+    let mut starts = std::collections::BTreeSet::new();
+    for (number, posting) in (1..).zip(&all) {
+        sum += micro(&posting["change_micro"]);
+        assert_eq!((micro(&posting["number"]), micro(&posting["balance_micro"])), (number, sum), "{posting}");
+        if posting["used_from"].is_string() {
+            let start = (posting["allocation_id"].to_string(), posting["used_from"].to_string());
+            assert!(starts.insert(start), "charged twice: {posting}");
+        }
+    }
+    assert_eq!(micro(&by.get(BALANCE).await.ok()["balance_micro"]), sum);
+    all
+}
+
+/// What an allocation that is over must have cost: its price from `active` to the release request.
+fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
+    let time = |name: &str| -> chrono::DateTime<chrono::Utc> {
+        allocation[name].as_str().unwrap_or_else(|| panic!("no {name} in {allocation}")).parse().unwrap()
+    };
+    let micros = |name| time(name).timestamp_micros();
+    minor_per_hour * (micros("release_requested_at") - micros("active_at")) / 3600
+}
+
+fn cost(postings: &[Value], id: Uuid) -> (i64, i64) {
+    let of_it = || postings.iter().filter(|it| it["allocation_id"] == id.to_string());
+    let paid = of_it().map(|it| -micro(&it["change_micro"])).sum();
+    let lost = of_it().filter(|it| it["kind"] == "write_off").map(|it| micro(&it["amount_micro"])).sum();
+    (paid, lost)
+}
+
+async fn verified(world: &World) {
+    let report = persistence::Reads::new(world.pool.clone()).verify_ledger().await.expect("the ledger can be read");
+    assert!(report.holds(), "{report:#?}");
+}
+
+/// How many events of that subject the stream has kept.
+async fn said(world: &World, subject: &str) -> usize {
+    let context = async_nats::jetstream::new(world.bus().await);
+    let stream = context.get_stream("BILLING").await.expect("the stream is there");
+    let mut subjects = stream.info_with_subjects(subject).await.expect("the stream tells its subjects");
+    let mut count = 0;
+    while let Some(told) = subjects.next().await {
+        count += told.expect("a subject").1;
+    }
+    count
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credit_is_spent_window_by_window_warned_of_used_up_and_given_again() {
+    let mut world = short_windows().start().await;
+    dear_sku(&mut world).await;
+    world.node("dear").await;
+    let user = world.user.clone();
+    // Without money nothing begins, and it says what is missing.
+    let estimate = user.get("/api/v1/billing/estimate?sku=dear&gpu_count=2").await.ok();
+    assert_eq!((&estimate["is_covered"], &estimate["needed_micro"]), (&json!(false), &json!(20_000_000)), "{estimate}");
+    let refused = user.post("/api/v1/allocations", &wanted(2)).await;
+    refused.refused(402, "insufficient_balance");
+    assert!(refused.body["details"]["allocation_id"].is_string(), "{refused}");
+
+    // 540 is above the threshold of 500, for two seconds.
+    let account = world.credit("user", 540).await;
+    let estimate = user.get("/api/v1/billing/estimate?sku=dear&gpu_count=2").await.ok();
+    assert_eq!((&estimate["is_covered"], &estimate["lasts_seconds"]), (&json!(true), &json!(27)), "{estimate}");
+    let rented = world.rent("dear", 2).await;
+    rented.expect_state("active").await;
+    let running = user.wait_until(BALANCE, "a window is charged", |it| micro(&it["balance_micro"]) < 540_000_000).await;
+    assert_eq!((&running["burn_minor_per_hour"], &running["running"]), (&json!(72_000), &json!(1)), "{running}");
+    assert!(running["lasts_until"].is_string(), "{running}");
+    user.wait_until(BALANCE, "another window is charged", |it| it["balance_minor"] != running["balance_minor"]).await;
+    let shown = rented.get().await;
+    assert!(shown["cost_to_date_minor"].as_i64() >= Some(20) && shown["billed_until"].is_string(), "{shown}");
+
+    // A price that changes meanwhile is for others.
+    let sku = world.offer("dear", 8).await;
+    let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 1 } });
+    world.admin.insist(reqwest::Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();
+
+    let released = rented.expect_state("released").await;
+    assert_eq!(released["failure"], Value::Null, "{released}");
+    world.expect_settled().await;
+    let depleted = user.wait_until(BALANCE, "the account is depleted", |it| it["running"] == 0).await;
+    assert_eq!(depleted["state"], "depleted", "{depleted}");
+    let all = expect_exact(&user).await;
+    let (paid, lost) = cost(&all, rented.id);
+    assert_eq!(paid + lost, owed(&released, 72_000), "every microsecond, once");
+    assert!((0..20_000_000).contains(&micro(&depleted["balance_micro"])), "less than a window is left: {depleted}");
+    assert!(all.len() > 10, "window by window: {} postings", all.len());
+    assert_eq!(released["cost_to_date_minor"], json!(paid / 1_000_000));
+    assert_eq!(said(&world, "billing.balance_low").await, 1, "warned once");
+    assert_eq!(said(&world, "billing.balance_depleted").await, 1);
+
+    // Credit comes in, and it goes on, at the new price.
+    let more = json!({ "amount_minor": 100, "currency": CURRENCY, "reason": "a test needs it" });
+    let adjusted = world.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &more).await;
+    assert_eq!(adjusted.created()["state"], "open");
+    let again = world.rent("dear", 8).await;
+    again.expect_state("active").await;
+    again.release().await;
+    let released = again.expect_state("released").await;
+    user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
+    let all = expect_exact(&user).await;
+    assert_eq!(cost(&all, again.id), (owed(&released, 8), 0));
+    verified(&world).await;
+    world.end().await;
+}
+
+/// Whoever owns the account dies in the midst of its windows, again and again, and in the end nobody is there for a while.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_death_of_whoever_charges_costs_or_gives_a_millionth() {
+    let mut world = short_windows().replicas(2).start().await;
+    dear_sku(&mut world).await;
+    // A node that enforces nothing takes one tenant at a time.
+    for _ in 0..2 {
+        world.node("dear").await;
+    }
+    let account = world.credit("user", 90_000).await;
+    let (first, second) = (world.rent("dear", 3).await, world.rent("dear", 1).await);
+    for rented in [&first, &second] {
+        rented.expect_state("active").await;
+    }
+    for after in [40, 730, 1_010] {
+        tokio::time::sleep(Duration::from_millis(after)).await;
+        let owner = world.owner_of("billing_account", account).await;
+        world.kill9_replica(owner);
+        world.restart_replica(owner).await;
+    }
+    (0..2).for_each(|replica| world.kill9_replica(replica));
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    for replica in 0..2 {
+        world.restart_replica(replica).await;
+    }
+    let mut over = Vec::new();
+    for rented in [&first, &second] {
+        rented.release().await;
+        over.push((rented.id, rented.expect_state("released").await));
+    }
+    let user = world.user.clone();
+    user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
+    let all = expect_exact(&user).await;
+    for ((id, released), rate) in over.iter().zip([108_000, 36_000]) {
+        assert_eq!(cost(&all, *id), (owed(released, rate), 0), "{released}");
+    }
+    // What was missed is charged as one window.
+    let longest = all.iter().filter(|it| it["kind"] == "usage").map(|it| micro(&it["amount_micro"])).max();
+    assert!(longest >= Some(3 * 10_000_000 * 5), "{longest:?}");
+    expect_verified_by_the_program(&world).await;
+    world.end().await;
+}
+
+/// `gpuaas ledger verify`, as an operator runs it.
+async fn expect_verified_by_the_program(world: &World) {
+    use secrecy::ExposeSecret as _;
+    let output = tokio::process::Command::new(&world.settings.executable)
+        .args(["ledger", "verify", "--json"])
+        .env("SVC_DATABASE_URL", world.settings.database_url.expose_secret())
+        .env("SVC_DATABASE_CA_PATH", &world.settings.ca_path)
+        .output()
+        .await
+        .expect("the program runs");
+    let told: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    assert!(output.status.success(), "{told:#} {}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!((&told["ok"], &told["difference_micro"]), (&json!(true), &json!(0)), "{told:#}");
+    assert!(told["postings"].as_i64() > Some(5), "{told:#}");
+}
+
+/// A machine with a critical fault costs its tenant nothing from then on, though the tenant keeps it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_critical_fault_of_the_node_ends_the_meter() {
+    let mut world = short_windows().start().await;
+    dear_sku(&mut world).await;
+    let node = world.node("dear").await;
+    world.credit("user", 50_000).await;
+    let rented = world.rent("dear", 8).await;
+    rented.expect_state("active").await;
+    let user = world.user.clone();
+    user.wait_until(BALANCE, "it is charged", |it| micro(&it["balance_micro"]) < 50_000_000_000).await;
+    // The machine has lost a GPU that its agent had found before.
+    world.change_agent(&node, |settings| settings.gpus.count = 7).await;
+    node.expect_state("quarantined").await;
+    user.wait_until(BALANCE, "it is charged no more", |it| it["running"] == 0).await;
+    let faulted = rented.get().await;
+    assert_eq!((&faulted["state"], &faulted["health"]["status"]), (&json!("active"), &json!("critical")), "{faulted}");
+    let spent = user.get(BALANCE).await.ok()["balance_micro"].clone();
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    rented.release().await;
+    world.change_agent(&node, |settings| settings.gpus.count = 8).await;
+    rented.expect_state("released").await;
+    assert_eq!(user.get(BALANCE).await.ok()["balance_micro"], spent, "not a millionth more");
+    expect_exact(&user).await;
+    verified(&world).await;
+    world.end().await;
+}
+
+/// An operator gives and takes in the role for it alone, once for each key, within bounds, and it is audited.
+#[tokio::test(flavor = "multi_thread")]
+async fn operators_give_and_take_within_bounds_and_leave_a_trace() {
+    let world = World::plan().penniless().start().await;
+    let account = world.credit("user", 1_000).await;
+    let path = format!("/api/v1/admin/billing/accounts/{account}/adjustments");
+    let adjustment =
+        |amount: Value| json!({ "amount_minor": amount, "currency": CURRENCY, "reason": "a test needs it" });
+    let key = Uuid::new_v4().to_string();
+    for replayed in [false, true] {
+        let request = world.admin.request(reqwest::Method::POST, &path).header("Idempotency-Key", &key);
+        let answer = world.admin.send(request.json(&adjustment(json!(-400)))).await;
+        assert_eq!(answer.headers.contains_key("idempotency-replayed"), replayed, "{answer}");
+        assert_eq!(answer.created()["balance_minor"], 600);
+    }
+    for amount in
+        [json!(0), json!(100_001), json!(-100_001), json!(1e3 + 0.5), json!("10"), json!(i64::MAX), json!(u64::MAX)]
+    {
+        world.admin.post(&path, &adjustment(amount)).await.refused(400, "invalid_request");
+    }
+    world.admin.post(&path, &adjustment(json!(-601))).await.refused(402, "insufficient_balance");
+    let euros = json!({ "amount_minor": 1, "currency": "EUR", "reason": "a test needs it" });
+    world.admin.post(&path, &euros).await.refused(409, "state_conflict");
+    let without_key = world.admin.request(reqwest::Method::POST, &path).json(&adjustment(json!(1)));
+    world.admin.send(without_key).await.refused(400, "invalid_request");
+    // Being an administrator is not enough.
+    world.second_admin.post(&path, &adjustment(json!(1))).await.refused(403, "forbidden");
+    world.second_admin.get(&format!("/api/v1/admin/billing/accounts/{account}")).await.ok();
+    world.user.get(&format!("/api/v1/admin/billing/accounts/{account}")).await.refused(403, "forbidden");
+    let nobody = format!("/api/v1/admin/billing/accounts/{}/adjustments", Uuid::new_v4());
+    world.admin.post(&nobody, &adjustment(json!(1))).await.refused(404, "not_found");
+    let audited = world.audit_of(account).await;
+    let actions: Vec<_> = audited.iter().map(|(_, action, ..)| action.as_str()).collect();
+    assert_eq!(actions.iter().filter(|action| **action == "billing.adjust").count(), 2, "{audited:?}");
+    assert_eq!(expect_exact(&world.user).await.len(), 2);
+    let found = world.admin.get("/api/v1/admin/billing/accounts?limit=1").await.ok();
+    assert_eq!(id_of(&found["items"][0]), account, "{found}");
+    verified(&world).await;
+    world.end().await;
+}
