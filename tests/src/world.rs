@@ -41,6 +41,7 @@ pub use end::Declared;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 pub use plan::Plan;
+use reqwest::StatusCode;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use sqlx::PgPool;
@@ -184,19 +185,36 @@ impl World {
 
     /// Binds a platform role to a person, or finds it bound.
     pub async fn bind(&self, username: &str, role: &str) {
+        self.bind_by(&self.admin, username, role).await;
+    }
+
+    async fn bind_by(&self, admin: &Client, username: &str, role: &str) {
         let subject = self.identity.person(username).expect("the person can log in").id;
         let binding = json!({ "subject": subject, "role": role, "reason": "a test needs it" });
-        self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.ok();
+        admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.ok();
     }
 
     /// Opens the person's billing account, or finds it, and gives them so much. Everybody here rents from an account of their own.
     pub async fn credit(&self, username: &str, amount_minor: i64) -> Uuid {
         let subject = self.identity.person(username).expect("the person can log in").id;
         let account = json!({ "user_id": subject, "currency": CURRENCY });
-        let account = id_of(&self.admin.post("/api/v1/admin/billing/accounts", &account).await.ok());
+        let admin = self.believed_admin().await;
+        let account = id_of(&admin.post("/api/v1/admin/billing/accounts", &account).await.ok());
         let credit = json!({ "amount_minor": amount_minor, "currency": CURRENCY, "reason": "a test needs it" });
-        self.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await.created();
+        admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await.created();
         account
+    }
+
+    /// The administrator, at a replica that serves the API and believes this world's identity provider; a test may give one another.
+    async fn believed_admin(&self) -> Client {
+        let serves = |index: &usize| self.replicas[*index].pid().is_some() && self.replicas[*index].serves("api");
+        for index in (0..self.replicas.len()).filter(serves) {
+            let admin = self.at_replica(index, "admin");
+            if admin.get("/api/v1/admin/policies").await.status != StatusCode::UNAUTHORIZED {
+                return admin;
+            }
+        }
+        panic!("no replica that serves the API believes this world's identity provider")
     }
 
     /// A node in the inventory without an agent.

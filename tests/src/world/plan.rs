@@ -204,7 +204,7 @@ impl Plan {
         for (key, value) in policies(self.policies) {
             world.set_policy(&key, value).await;
         }
-        world.bind("admin", "billing_operations").await;
+        world.bind_by(&world.believed_admin().await, "admin", "billing_operations").await;
         for username in self.funded {
             world.credit(&username, CREDIT).await;
         }
