@@ -32,8 +32,11 @@ REFUSED_FOR_ITS_MEANING = [
     r"`impact_review`|`rollback_plan`",
     # Four fields of which one may be given: in a query no schema can say so, and in a body it would be four types for one.
     r"^A value has one scope",
+    # Two fields of which one is given, for the same reason.
+    r"^An account belongs to a user or to an organisation",
     # A policy value may allow less than the description does.
     r"^`queue_seconds` must be a whole number from 0 to \d+",
+    r"^`amount_minor` must be from -\d+ to \d+, and not 0; policy",
     # A form that this installation does not have.
     r"^This installation publishes no package",
 ]
