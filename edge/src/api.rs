@@ -154,6 +154,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Post     "/api/v1/allocations/{id}/terminal-tokens" (TerminalToken) => terminal::issue_token, NotFound, StateConflict;
         Anyone Get      "/terminal/{allocation_id}"                        => terminal_page::page, NotFound;
         Anyone Get      "/terminal/assets/{name}"                          => terminal_page::asset, NotFound;
+        Anyone Get      "/recordings/{session_id}"                         => terminal_page::recording, NotFound;
         Admin  Get      "/api/v1/admin/terminal-sessions"                  => terminal::list;
         Admin  Get      "/api/v1/admin/terminal-sessions/{id}"             => terminal::get, NotFound;
         Admin  PostOnce "/api/v1/admin/terminal-sessions/{id}/kill"        => terminal::kill, NotFound;
@@ -176,6 +177,9 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+        Admin  Get      "/api/v1/admin/users/{user_id}/ssh-keys"           => ssh_key::list_of_user;
+        Admin  Delete   "/api/v1/admin/users/{user_id}/ssh-keys/{id}"      => ssh_key::delete_of_user, NotFound;
+        Admin  PostOnce "/api/v1/admin/users/{user_id}/ssh-keys/{id}/default" => ssh_key::make_default_of_user, NotFound;
 
         User   Get      "/api/v1/service-accounts"                         => service_account::list;
         User   PostOnce "/api/v1/service-accounts"                         => service_account::create, StateConflict;

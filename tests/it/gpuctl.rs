@@ -304,8 +304,74 @@ async fn the_replica_that_serves_the_terminal_is_killed_and_the_session_goes_on(
     world.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recorded_user_is_told_and_recordings_are_listed_kept_and_played_back() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation], 100, 30);
+    let told = "is recorded by the service (policy terminal.recording_enabled, mode best-effort)";
+    screen.shows(told).await;
+    screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
+    screen.shows("begun").await;
+    let hostile = r"printf '\033]0;owned\007\033]52;c;b3duZWQ=\007\033[6n\033[31mcome%s\033[0m\n' again";
+    screen.enter(&format!("sleep 3; {hostile}; exit\r")).await;
+    assert!(screen.ends().await.success());
+
+    let until = std::time::Instant::now() + tests::world::PATIENCE;
+    let recording = loop {
+        let listed = gpuctl.run(&["-o", "json", "recordings", "list", &allocation]).await.json();
+        match listed["items"].as_array().unwrap().as_slice() {
+            [one] if one["complete"] == true => break one["id"].as_str().unwrap().to_owned(),
+            _ => assert!(std::time::Instant::now() < until, "{listed}"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    let shown = gpuctl.run(&["recordings", "show", &recording]).await.ok();
+    assert!(shown.contains(&allocation) && shown.contains("complete"), "{shown}");
+
+    let file = gpuctl.home().join("kept.cast");
+    let keep = ["recordings", "download", &recording, "--to", file.to_str().unwrap()];
+    gpuctl.run(&keep).await.ok();
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    gpuctl.run(&keep).await.failed(2);
+    let kept = std::fs::read_to_string(&file).unwrap();
+    let streamed = gpuctl.run(&["recordings", "download", &recording, "--to", "-"]).await.ok();
+    assert!(kept == streamed && kept.contains("comeagain"), "{streamed}");
+    gpuctl.run(&["recordings", "play", &recording]).await.failed(2);
+
+    // At four times the pace, and drawing is all that it does.
+    let began = std::time::Instant::now();
+    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording, "--speed", "4"], 80, 24);
+    player.shows("comeagain").await;
+    assert!(player.ends().await.success(), "{}", player.text());
+    assert!(began.elapsed() > Duration::from_millis(600), "it is played at its own pace");
+    let text = player.text();
+    assert!(text.contains("\u{1b}[31mcomeagain\u{1b}[0m"), "{text:?}");
+    assert!(!text.contains("owned") && !text.contains("b3du") && !text.contains("\u{1b}[6n"), "{text:?}");
+    assert!(!player.is_raw());
+    // Paused it stands still, and whoever has seen enough goes.
+    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording], 100, 30);
+    player.shows("begun").await;
+    player.enter(" ").await;
+    player.look(Duration::from_secs(4)).await;
+    while player.look(Duration::from_secs(4)).await {}
+    assert!(!player.text().contains("comeagain"), "{}", player.text());
+    player.enter("q").await;
+    assert!(player.ends().await.success() && !player.is_raw(), "{}", player.text());
+
+    let other = world.logged_in("user2").await;
+    other.run(&["recordings", "download", &recording]).await.failed(5);
+    other.run(&["recordings", "list", "--all"]).await.failed(4);
+    let admin = world.logged_in("admin").await;
+    let all = admin.run(&["-o", "json", "recordings", "list", "--all"]).await.json();
+    assert_eq!(all["items"][0]["id"], json!(recording), "{all}");
+    world.end().await;
+}
+
 /// The replica with the user's connection.
-async fn serving(world: &World) -> usize {
+pub(crate) async fn serving(world: &World) -> usize {
     for index in 0..world.replicas.len() {
         let page = world.at_replica(index, "admin").once(reqwest::Method::GET, "/metrics", None).await.text;
         if page.lines().any(|line| line == "terminal_connections 1") {

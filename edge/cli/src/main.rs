@@ -9,6 +9,7 @@
 //! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
+//! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
 //! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
@@ -31,6 +32,7 @@ mod nodes;
 mod out;
 mod policy;
 mod progress;
+mod recordings;
 mod skus;
 mod ssh;
 mod ssh_keys;
@@ -112,6 +114,9 @@ enum Command {
     Ssh(ssh::SshArgs),
     /// Opens a terminal on an allocation.
     Terminal(terminal::TerminalArgs),
+    /// What terminals showed, to be played back.
+    #[command(subcommand, alias = "recording")]
+    Recordings(recordings::Command),
     /// The SSH keys that open what you rent.
     #[command(subcommand, alias = "ssh-key")]
     SshKeys(ssh_keys::Command),
@@ -163,6 +168,7 @@ async fn run(arguments: Arguments) -> Result<u8, Failure> {
         Command::Allocations(command) => allocations::run(command, &connection.api()?).await?,
         Command::Ssh(args) => return ssh::run(args, &connection).await,
         Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
+        Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,

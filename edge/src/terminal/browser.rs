@@ -9,6 +9,7 @@ use super::{Ending, Link, until_over};
 use crate::correlation::Scope;
 use crate::services::Services;
 use axum::extract::ws::{Message, WebSocket};
+use domain::policy::Key;
 use domain::recording::Mode;
 use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
@@ -31,8 +32,10 @@ const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
 const REST: Duration = Duration::from_secs(3);
 const CLOSES_WITHIN: Duration = Duration::from_secs(2);
-/// Output that comes without a pause is acknowledged in steps of so many bytes.
+/// Output is acknowledged in steps of so many bytes, and what is less after this long: an acknowledgement of each keystroke's echo would be
+/// as much work as the echo.
 const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
+const ACKNOWLEDGES_WITHIN: Duration = Duration::from_millis(100);
 /// Control messages and pings a second, on average and at once; more is no person.
 const CONTROLS_A_SECOND: u64 = 50;
 const CONTROLS_AT_ONCE: u64 = 200;
@@ -134,6 +137,7 @@ pub(super) struct Browser {
     pub(super) session: TerminalSession,
     pub(super) attachment: u32,
     pub(super) from: Option<u64>,
+    pub(super) since: Instant,
 }
 
 /// Why it does not go on over this link.
@@ -292,24 +296,32 @@ impl Browser {
         let mut asks = interval(ASKS_EVERY);
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut expected = None;
-        let mut acknowledged = progress.delivered.load(Ordering::Relaxed);
+        let mut flushed = progress.delivered.load(Ordering::Relaxed);
+        let mut acknowledged = flushed;
+        let mut acknowledge_at: Option<Instant> = None;
         loop {
-            // What came together goes out together, and is acknowledged once.
+            // What came together goes out together.
             let delivered = progress.delivered.load(Ordering::Relaxed);
-            if delivered > acknowledged && (up.is_empty() || delivered - acknowledged >= ACKNOWLEDGES_EVERY) {
+            if delivered > flushed && (up.is_empty() || delivered - flushed >= ACKNOWLEDGES_EVERY) {
                 if sink.flush().await.is_err() {
                     return Parted::User;
                 }
-                acknowledged = delivered;
+                flushed = delivered;
+                acknowledge_at = acknowledge_at.or(Some(Instant::now() + ACKNOWLEDGES_WITHIN));
+            }
+            let is_time = acknowledge_at.is_some_and(|at| at <= Instant::now());
+            if flushed > acknowledged && (is_time || flushed - acknowledged >= ACKNOWLEDGES_EVERY) {
+                (acknowledged, acknowledge_at) = (flushed, None);
                 let waits_for_client =
                     progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
-                let ack = Down::Ack { attachment, position: delivered };
+                let ack = Down::Ack { attachment, position: flushed };
                 if !waits_for_client && down.send(ack).await.is_err() {
                     return Parted::Link;
                 }
             }
             let said = tokio::select! {
                 said = up.recv() => said,
+                () = sleep_until(acknowledge_at.unwrap_or_else(Instant::now)), if acknowledge_at.is_some() => continue,
                 Some(answer) = answers.recv() => {
                     if sink.send(text(&answer)).await.is_err() {
                         return Parted::User;
@@ -317,6 +329,9 @@ impl Browser {
                     continue;
                 }
                 _ = asks.tick() => {
+                    if self.overstays() {
+                        return Parted::Close(close::RESTARTS);
+                    }
                     if sink.send(Message::Ping(Vec::new().into())).await.is_err() {
                         return Parted::User;
                     }
@@ -329,7 +344,7 @@ impl Browser {
                     expected = Some(position);
                     let first = !progress.knows.swap(true, Ordering::Relaxed);
                     progress.delivered.store(position, Ordering::Relaxed);
-                    acknowledged = position;
+                    (flushed, acknowledged, acknowledge_at) = (position, position, None);
                     // A link that was made anew behind its back is news only where something is missing.
                     if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
                         return Parted::User;
@@ -371,6 +386,14 @@ impl Browser {
                 }
             }
         }
+    }
+
+    /// Whether its user is to show anew that they are let in: a new token takes an access token that holds, which whoever was put out at the
+    /// identity provider has not for long.
+    fn overstays(&self) -> bool {
+        let world = &self.services.world;
+        let after = world.policy().int(Key::TerminalReauthorize, &self.session.scopes(), world.now());
+        u64::try_from(after).is_ok_and(|after| after > 0 && self.since.elapsed() >= Duration::from_secs(after))
     }
 
     fn attached(&self, position: u64, lost_bytes: u64) -> ToUser {
