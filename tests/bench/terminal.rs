@@ -223,7 +223,8 @@ fn report(
     let (p99, prompt) = (microseconds(busy, 0.99) / 1000.0, prompts.value_at_quantile(0.5) as f64 / 1000.0);
     // The user's connection and the agent's.
     let beside = idle - 2.0 * tls;
-    let Measured { echo, cat, ssh, cat_of_ssh, kernel, cat_of_kernel, cost, echo_unrecorded, cat_unrecorded } = measured;
+    let Measured { echo, cat, ssh, cat_of_ssh, kernel, cat_of_kernel, cost, echo_unrecorded, cat_unrecorded } =
+        measured;
     Ok(Report::new("terminal", "us from keystroke to echo, p50", "terminado", echo)
         .figure("echo_among_idle_p50_ms", ms(microseconds(busy, 0.5)))
         .figure("echo_among_idle_p99_ms", rounded(p99))

@@ -25,14 +25,8 @@ const IN_TROUBLE: [&str; 4] = [
 ];
 const CA_ROTATION: &str = "**CA rotation.**";
 const IN_A_BROWSER: [&str; 2] = ["**Renting it.**", "**A terminal in the browser.**"];
-const BY_COMMAND_LINE: [&str; 6] = [
-    "## By command line",
-    "**Renting.**",
-    "**A terminal,**",
-    "**Recordings.**",
-    "**SSH,**",
-    "**Administrators**",
-];
+const BY_COMMAND_LINE: [&str; 6] =
+    ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
 
 /// As long as all of it may take.
 const WITHIN: Duration = Duration::from_secs(300);

@@ -153,7 +153,10 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/recordings/{id}", terminal.session),
         ("/recordings/{session_id}", vec![("{session_id}", terminal.session.to_string())]),
-        ("/api/v1/admin/users/{user_id}/ssh-keys", vec![("{user_id}", user_id.to_string()), ("{id}", id_of(&second_key).to_string())]),
+        (
+            "/api/v1/admin/users/{user_id}/ssh-keys",
+            vec![("{user_id}", user_id.to_string()), ("{id}", id_of(&second_key).to_string())],
+        ),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
     ]

@@ -163,6 +163,8 @@ struct Progress {
     sent: AtomicU64,
     taken: AtomicU64,
     room: Notify,
+    /// The client asked whether anybody is there.
+    pinged: Notify,
     /// Input waits for the program, so that nothing that the client says can be read.
     stuck: AtomicBool,
 }
@@ -274,10 +276,9 @@ impl Browser {
         progress.sent.store(0, Ordering::Relaxed);
         progress.taken.store(0, Ordering::Relaxed);
         let Link { up, down, attachment, _held: held } = link;
-        let (answers, answer) = mpsc::channel(8);
         let parted = tokio::select! {
-            parted = self.to_user(up, &down, answer, attachment, progress, sink) => parted,
-            parted = from_user(&down, &answers, attachment, progress, stream) => parted,
+            parted = self.to_user(up, &down, attachment, progress, sink) => parted,
+            parted = from_user(&down, attachment, progress, stream) => parted,
         };
         // The agent is told that the user is gone.
         drop(held);
@@ -288,7 +289,6 @@ impl Browser {
         &self,
         mut up: mpsc::Receiver<Up>,
         down: &mpsc::Sender<Down>,
-        mut answers: mpsc::Receiver<ToUser>,
         attachment: u32,
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
@@ -322,8 +322,8 @@ impl Browser {
             let said = tokio::select! {
                 said = up.recv() => said,
                 () = sleep_until(acknowledge_at.unwrap_or_else(Instant::now)), if acknowledge_at.is_some() => continue,
-                Some(answer) = answers.recv() => {
-                    if sink.send(text(&answer)).await.is_err() {
+                () = progress.pinged.notified() => {
+                    if sink.send(text(&ToUser::Pong)).await.is_err() {
                         return Parted::User;
                     }
                     continue;
@@ -410,7 +410,6 @@ impl Browser {
 
 async fn from_user(
     down: &mpsc::Sender<Down>,
-    answers: &mpsc::Sender<ToUser>,
     attachment: u32,
     progress: &Progress,
     stream: &mut SplitStream<WebSocket>,
@@ -465,7 +464,7 @@ async fn from_user(
             Ok(FromUser::Exit) => down.send(Down::Close).await.is_ok(),
             Ok(FromUser::Ping) => {
                 // Who asks faster than it listens is answered once.
-                let _ = answers.try_send(ToUser::Pong);
+                progress.pinged.notify_one();
                 true
             }
             Err(_) => return Parted::Close(close::MISUSED),

@@ -72,16 +72,7 @@ fn defaults(tenant: &Tenant) -> usize {
 }
 
 fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx {
-        now,
-        policy,
-        by,
-        correlation_id: "c",
-        seed: 1,
-        id: Uuid::nil(),
-        version: 1,
-        trace: machine::Trace::default(),
-    }
+    Ctx { now, policy, by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1, trace: machine::Trace::default() }
 }
 
 #[test]
@@ -90,10 +81,13 @@ fn keys_are_their_owners_to_change_and_an_administrators_and_nobody_elses() {
     let other = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
     for command in [Command::MakeDefault { key: other }, Command::DeleteKey { key: other }] {
         let asked = |by: &Principal| {
-            Tenant::decide(Some(&tenant), command.clone(), &ctx(Timestamp::UNIX_EPOCH, &policy, by)).map(|step| step.next)
+            Tenant::decide(Some(&tenant), command.clone(), &ctx(Timestamp::UNIX_EPOCH, &policy, by))
+                .map(|step| step.next)
         };
         assert_eq!(asked(&user("bob", Role::User)), Err(Rejection::NotFound));
-        assert!(asked(&user("ann", Role::User)).unwrap().is_some() && asked(&user("root", Role::Admin)).unwrap().is_some());
+        assert!(
+            asked(&user("ann", Role::User)).unwrap().is_some() && asked(&user("root", Role::Admin)).unwrap().is_some()
+        );
     }
 }
 
@@ -111,10 +105,7 @@ fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent
         let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
         assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
         assert_eq!(refused.audit.metadata["cause"], rejection.to_string());
-        assert!(
-            refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(),
-            "one a minute"
-        );
+        assert!(refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
     }
     let quota = Rejection::OverQuota { limit: 1 };
     assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());

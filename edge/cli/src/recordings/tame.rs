@@ -136,7 +136,8 @@ mod tests {
 
     #[test]
     fn what_draws_comes_through_however_it_is_cut() {
-        let drawn = "a€\r\n\x1b[31;1mred\x1b[0m\x1b[2J\x1b[3;4H\x1b[?25l\x1b[?1049h\x1b(0x\x1b(B\x1b7\x1b8\x1bM\x1b[4 q";
+        let drawn =
+            "a€\r\n\x1b[31;1mred\x1b[0m\x1b[2J\x1b[3;4H\x1b[?25l\x1b[?1049h\x1b(0x\x1b(B\x1b7\x1b8\x1bM\x1b[4 q";
         assert_eq!(through(&[drawn]), drawn);
         let pieces: Vec<String> = drawn.chars().map(String::from).collect();
         assert_eq!(through(&pieces.iter().map(String::as_str).collect::<Vec<_>>()), drawn);

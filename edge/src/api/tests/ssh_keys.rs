@@ -71,12 +71,18 @@ async fn an_administrator_chooses_a_users_default_among_the_users_own_keys_and_t
     make_default(&second).user("ann").send().await.refused(403, "forbidden");
     world.get(of_ann).user("ann").send().await.refused(403, "forbidden");
     // Of somebody else it is nobody's key.
-    world.post(&format!("/api/v1/admin/users/bob/ssh-keys/{second}/default")).admin().send().await.refused(404, "not_found");
+    world
+        .post(&format!("/api/v1/admin/users/bob/ssh-keys/{second}/default"))
+        .admin()
+        .send()
+        .await
+        .refused(404, "not_found");
 
     let made = make_default(&second).admin().send().await;
     assert_eq!((&made.is(200)["is_default"], &made.body["owner_user_id"]), (&json!(true), &json!("ann")));
     let listed = world.get(of_ann).admin().send().await;
-    let defaults: Vec<&Value> = listed.is(200)["items"].as_array().unwrap().iter().map(|key| &key["is_default"]).collect();
+    let defaults: Vec<&Value> =
+        listed.is(200)["items"].as_array().unwrap().iter().map(|key| &key["is_default"]).collect();
     assert_eq!(defaults, [false, true]);
     assert_eq!(keys(&world, "").await, listed.body);
 
@@ -87,7 +93,8 @@ async fn an_administrator_chooses_a_users_default_among_the_users_own_keys_and_t
     let log = world.get("/api/v1/admin/audit-log?target_kind=tenant").admin().send().await;
     let rows = log.is(200)["items"].as_array().unwrap();
     let by_others = rows.iter().filter(|row| row["actor"] != "user:ann");
-    let done: Vec<&Value> = by_others.filter(|row| row["metadata"]["result"] == "ok").map(|row| &row["action"]).collect();
+    let done: Vec<&Value> =
+        by_others.filter(|row| row["metadata"]["result"] == "ok").map(|row| &row["action"]).collect();
     assert_eq!(done, ["ssh_keys.delete", "ssh_keys.make_default"], "{log:?}");
 }
 

@@ -46,7 +46,8 @@ async fn the_page_with_a_recording_may_draw_and_talk_to_its_own_service_alone() 
     let page = world.get(&format!("/recordings/{ID}")).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
-    for rule in ["script-src 'self' 'wasm-unsafe-eval';", "connect-src 'self';", "require-trusted-types-for 'script';"] {
+    for rule in ["script-src 'self' 'wasm-unsafe-eval';", "connect-src 'self';", "require-trusted-types-for 'script';"]
+    {
         assert!(may.contains(rule), "{may}");
     }
     let page = text(page).await;
