@@ -71,8 +71,8 @@ async function play() {
       terminalFontFamily: "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
     });
     shown.addEventListener("ended", () => say("The end."));
-    await shown.play();
     say("Pauses of more than 5 s are cut short.");
+    await shown.play();
   } catch (verdict) {
     judge(verdict);
   }

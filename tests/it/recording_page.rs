@@ -55,7 +55,7 @@ async fn a_recording_plays_back_in_a_browser_for_its_user_and_administrators_and
         browser.reads("#facts", "yes").await;
         let title = browser.title().await;
         browser.click("#play").await;
-        browser.reads("#player", "red word € played back").await;
+        browser.reads("#player", "word € played back").await;
         browser.reads("#player", "<b id=bold>markup</b>").await;
         browser.reads("#state", "The end").await;
 
