@@ -212,7 +212,8 @@ fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
 
 /// By the numbers of the calls, since no tool for keys is on every machine.
 const KEYS: &str = "exec perl -e 'my ($add, $ctl) = `uname -m` =~ /aarch64/ ? (217, 219) : (248, 250); \
-    for my $ring (-4, -5) { syscall($add, \"user\", \"mine\", \"secret\", 6, $ring) > 0 or die } \
+    my ($kind, $name, $secret) = (q(user), q(mine), q(secret)); \
+    for my $ring (-4, -5) { syscall($add, $kind, $name, $secret, 6, $ring) > 0 or die } \
     syscall($ctl, 22, -1, -4) > 0 or die'";
 
 /// Everything that a tenant, and what runs as root in its name, can leave behind.
