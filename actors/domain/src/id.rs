@@ -74,6 +74,10 @@ typed_id! {
     KeySetId,
     /// The prepaid money of a user or an org.
     BillingAccountId,
+    /// One top-up, from the wish to the processor's word.
+    PaymentId,
+    /// Money of a payment that goes back to its payer.
+    RefundId,
 }
 
 macro_rules! kinds {
