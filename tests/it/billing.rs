@@ -82,7 +82,7 @@ async fn expect_statements(by: &Client, all: &[Value]) {
             number += 1;
             assert_eq!(cells[1], number.to_string(), "{posting}");
             assert_eq!(
-                cells[12..15].join(","),
+                cells[13..16].join(","),
                 format!("{},{},{}", expected["change_micro"], expected["amount_micro"], expected["balance_micro"])
             );
         }

@@ -25,6 +25,7 @@ pub mod ledger;
 pub mod machine;
 pub mod money;
 pub mod node;
+pub mod payment;
 pub mod placement;
 pub mod policy;
 pub mod rate_limit;

@@ -20,7 +20,7 @@ pub(crate) const MEDIA_TYPE: &str = "text/csv; charset=utf-8; header=present";
 const AT_ONCE: u32 = 1000;
 
 /// `line` is `opening`, `posting`, `total` or `closing`. The columns in millionths of a minor unit say the same as those before them.
-const COLUMNS: [&str; 16] = [
+const COLUMNS: [&str; 17] = [
     "line",
     "number",
     "at",
@@ -28,6 +28,7 @@ const COLUMNS: [&str; 16] = [
     "allocation_id",
     "used_from",
     "used_until",
+    "payment_id",
     "postings",
     "currency",
     "change",
@@ -77,6 +78,7 @@ struct Cells<'a> {
     allocation: Option<uuid::Uuid>,
     used_from: Option<Timestamp>,
     used_until: Option<Timestamp>,
+    payment: Option<uuid::Uuid>,
     postings: Option<u64>,
     change: Option<Micro>,
     amount: Option<Micro>,
@@ -151,6 +153,7 @@ impl<'a> File<'a> {
             allocation: row.allocation.map(|id| id.0),
             used_from: row.used_from,
             used_until: row.used_until,
+            payment: row.payment.map(|id| id.0),
             postings: Some(1),
             change: Some(row.effect),
             amount: Some(row.amount),
@@ -180,15 +183,17 @@ impl<'a> File<'a> {
         };
         let whole = |amount: Option<Micro>| amount.map_or_else(String::new, |amount| exact(amount, currency));
         let micro = |amount: Option<Micro>| amount.map_or_else(String::new, |amount| amount.get().to_string());
+        let id = |id: Option<uuid::Uuid>| id.map_or_else(String::new, |id| id.to_string());
         let count = |number: Option<u64>| number.map_or_else(String::new, |number| number.to_string());
         self.writer.write_record([
             cells.line,
             &cells.number.map_or_else(String::new, |number| number.to_string()),
             &time(cells.at),
             &text(cells.kind),
-            &cells.allocation.map_or_else(String::new, |id| id.to_string()),
+            &id(cells.allocation),
             &time(cells.used_from),
             &time(cells.used_until),
+            &id(cells.payment),
             &count(cells.postings),
             currency.as_str(),
             &whole(cells.change),

@@ -301,12 +301,12 @@ impl Layout<'_> {
             self.turn();
         }
         let postings = match it.postings() {
-            0 => "No posting".to_owned(),
-            1 => format!("Posting {}", it.closing.number),
+            0 => "No posting is in this statement".to_owned(),
+            1 => format!("One posting, {} of the account", it.closing.number),
             many => format!("{many} postings, {} to {} of the account", it.opening.number + 1, it.closing.number),
         };
         for note in [
-            format!("{postings}; each one is in the CSV of this statement."),
+            format!("{postings}. The CSV of this statement has each one."),
             "Amounts are exact: a minor unit is counted in millionths, nothing is rounded where it is charged,"
                 .to_owned(),
             "and the opening balance and all amounts above add up to the closing balance, to the last digit."
