@@ -287,7 +287,8 @@ async fn what_a_payment_moves_is_moved_once_and_says_what_it_goes_back_to() {
     }
     let back = then(&first, 70, 2, vec![of("p", posting(2, PostingKind::Refund, 30, 70))]);
     assert_eq!(world.commit(&back).await, Outcome::Applied);
-    let page = world.reads().ledger(BillingAccountId(first.entity.id), &LedgerFilter::default(), None, 10).await.unwrap();
+    let page =
+        world.reads().ledger(BillingAccountId(first.entity.id), &LedgerFilter::default(), None, 10).await.unwrap();
     let seen: Vec<_> = page.items.iter().map(|row| (row.effect.get(), row.payment, row.reference.as_deref())).collect();
     let payment = Some(PaymentId(Uuid::from_u128(7)));
     assert_eq!(seen, [(-30, payment, Some("p")), (100, payment, Some("p"))]);
