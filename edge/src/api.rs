@@ -21,6 +21,7 @@ mod runtime;
 mod service_account;
 mod sku;
 mod ssh_key;
+mod statement;
 mod stored;
 mod terminal;
 mod terminal_page;
@@ -172,6 +173,15 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/billing/accounts/{id}" (Financial)  => billing::get, NotFound;
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
         Bound  PostOnce "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
+
+        User   Get      "/api/v1/billing/statements" (Financial)           => statement::list;
+        User   Get      "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;
+        User   Get      "/api/v1/billing/statements/{month}/csv" (Financial) => statement::csv, NotFound;
+        User   Get      "/api/v1/billing/statements/{month}/pdf" (Financial) => statement::pdf, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements" (Financial) => statement::list_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -86,6 +86,51 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_user_looks_after_their_money_by_command_line() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let balance = gpuctl.run(&["-o", "json", "billing", "balance"]).await.json();
+    let (minor, currency) = (balance["balance_minor"].as_i64().unwrap(), balance["currency"].as_str().unwrap());
+    let shown = gpuctl.run(&["billing", "balance"]).await.ok();
+    assert!(shown.contains(&format!("{minor}.000000")) && shown.contains("open"), "{shown}");
+    let ledger = gpuctl.run(&["billing", "ledger", "--kind", "credit", "--limit", "1"]).await.ok();
+    assert!(ledger.starts_with("NUMBER") && ledger.contains("credit") && ledger.contains(currency), "{ledger}");
+    let estimate = ["-o", "json", "billing", "estimate", "--sku", "h100", "--gpus", "2", "--for", "3h"];
+    let estimate = gpuctl.run(&estimate).await.json();
+    let hourly = estimate["minor_per_hour"].as_i64().unwrap();
+    assert_eq!(
+        (&estimate["cost_micro"], &estimate["is_covered"]),
+        (&json!(3_000_000 * hourly), &json!(true)),
+        "{estimate}"
+    );
+
+    let months = gpuctl.run(&["-o", "json", "billing", "statements"]).await.json();
+    let month = months["items"][0]["month"].as_str().unwrap();
+    assert_eq!(months["items"][0]["closing_minor"], balance["balance_minor"], "{months}");
+    let statement = gpuctl.run(&["billing", "statement", month]).await.ok();
+    assert!(statement.contains("CHANGE") && statement.contains(&format!("{minor}.000000")), "{statement}");
+    let file = gpuctl.home().join("it.pdf");
+    let to_file = ["billing", "statement", month, "--as", "pdf", "--to", file.to_str().unwrap()];
+    assert!(gpuctl.run(&to_file).await.ok().contains("bytes"));
+    assert!(std::fs::read(&file).unwrap().starts_with(b"%PDF-"));
+    assert!(gpuctl.run(&to_file).await.failed(2).contains("it.pdf"), "what is there stays");
+    let csv = gpuctl.run(&["billing", "statement", month, "--as", "csv", "--to", "-"]).await.ok();
+    assert!(csv.starts_with("line,number,at,") && csv.lines().last().unwrap().starts_with("closing,"), "{csv}");
+    gpuctl.run(&["billing", "statement", "1999-12", "--as", "csv"]).await.failed(2);
+    gpuctl.run(&["billing", "accounts"]).await.failed(4);
+
+    let account = balance["id"].as_str().unwrap();
+    let admin = world.logged_in("admin").await;
+    let accounts = admin.run(&["billing", "accounts", "--limit", "1000"]).await.ok();
+    assert!(accounts.contains(account), "{accounts}");
+    let theirs = admin.run(&["billing", "ledger", "--account", account, "--limit", "1"]).await.ok();
+    assert!(theirs.contains(currency), "{theirs}");
+    assert!(admin.run(&["billing", "balance", "--account", account]).await.ok().contains("opened"));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_own() {
     let mut world = World::start().await;
     world.node("h100").await;

@@ -146,7 +146,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
-        one("/api/v1/admin/billing/accounts/{id}", account_of_user),
+        both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
+        ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
@@ -160,6 +161,11 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
     ]
+}
+
+/// Of which whoever has an account has a statement.
+fn this_month() -> String {
+    chrono::Utc::now().format("%Y-%m").to_string()
 }
 
 /// Waits for the first that is recorded of a shell.

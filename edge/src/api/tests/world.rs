@@ -22,7 +22,7 @@ use crate::tls::connections::Connections;
 use crate::token::{Purpose, read};
 use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
 use actors::{Answer as Asked_, Asked, Directory, Host, HostConfig};
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};
@@ -247,6 +247,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
+            payments: None,
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
@@ -289,6 +290,11 @@ impl World {
 
     pub(super) fn set_policy(&self, key: Key, value: i64) {
         self.set_value(key, PolicyValue::Int(value));
+    }
+
+    /// Stops the service's clock at this instant.
+    pub(super) fn clock(&self, at: &str) {
+        self.clock.stopped.store(Some(Arc::new(at.parse().unwrap())));
     }
 
     pub(super) fn switch(&self, key: Key, on: bool) {
@@ -514,11 +520,13 @@ impl Provider {
 #[derive(Default)]
 struct Watch {
     policy: ArcSwap<PolicyBook>,
+    /// What it shows; `None` where it goes.
+    stopped: ArcSwapOption<Timestamp>,
 }
 
 impl Clock for Watch {
     fn now(&self) -> Timestamp {
-        Utc::now().trunc_subsecs(6)
+        self.stopped.load().as_deref().copied().unwrap_or_else(|| Utc::now().trunc_subsecs(6))
     }
 
     fn seed(&self) -> u128 {
