@@ -28,6 +28,9 @@ const IN_A_BROWSER: [&str; 2] = ["**Renting it.**", "**A terminal in the browser
 const BY_COMMAND_LINE: [&str; 6] =
     ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
 
+/// What `deploy/up` gives its replicas, and tells in `.dev/env`.
+const REFRESH: (&str, &str) = ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
+
 /// As long as all of it may take.
 const WITHIN: Duration = Duration::from_secs(300);
 
@@ -95,7 +98,7 @@ async fn the_operators_recipes_hold_word_by_word() {
         World::plan().replicas(3).policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
     let plan =
         plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
-    let world = plan.variable("INTERNAL_JWKS_REFRESH_TOKEN", &hex::encode([7; 32])).start().await;
+    let world = plan.variable(REFRESH.0, REFRESH.1).start().await;
 
     let folder = followed(&world);
     let readme = readme();
@@ -136,7 +139,7 @@ async fn the_operators_recipes_hold_word_by_word() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
-    let mut world = World::plan().replicas(3).start().await;
+    let mut world = World::plan().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
     // Without root nobody comes in by SSH: that is said, and this left out.
     let Some((_, mut machine)) = onboarded(&mut world).await else { return world.end().await };
     // The host key is told with the agent's first word.
@@ -182,7 +185,7 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_address_and_the_token_that_the_readme_prints_open_a_terminal_in_a_browser() {
-    let world = World::plan().replicas(3).start().await;
+    let world = World::plan().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
     let folder = followed(&world);
     let names = [&BY_HAND[..], &IN_A_BROWSER].concat();
     let script = format!("trap 'kill \"$agent\"' EXIT\n{}read -r _\n", recipes(&readme(), &names));
