@@ -29,7 +29,8 @@ const BY_COMMAND_LINE: [&str; 6] =
     ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
 
 /// What `deploy/up` gives its replicas, and tells in `.dev/env`.
-const REFRESH: (&str, &str) = ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
+const REFRESH: (&str, &str) =
+    ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
 
 /// As long as all of it may take.
 const WITHIN: Duration = Duration::from_secs(300);
