@@ -4,7 +4,7 @@ use actors::AskError;
 use domain::money::HIGHEST_BALANCE_MINOR;
 use domain::policy::{Bounds, Key};
 use domain::{
-    allocation, billing_account, bindings, key_set, node, policy, runtime, service_account, sku, tenant,
+    allocation, announcement, billing_account, bindings, key_set, node, policy, runtime, service_account, sku, tenant,
     terminal_session,
 };
 
@@ -451,6 +451,16 @@ pub fn bounds_of(key: Key) -> serde_json::Value {
 impl From<persistence::StoreError> for ApiError {
     fn from(error: persistence::StoreError) -> Self {
         if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
+    }
+}
+
+impl Explain for announcement::Rejection {
+    fn explain(self) -> ApiError {
+        use announcement::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("announcement"),
+            R::Exists => conflict("This was announced already."),
+        }
     }
 }
 

@@ -12,6 +12,7 @@ mod identity_keys;
 mod internal;
 mod key_set;
 mod node;
+mod notification;
 mod overview;
 mod platform_role;
 mod policy;
@@ -57,7 +58,6 @@ pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
-        .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
     finished(router, outermost)
@@ -171,6 +171,9 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/billing/accounts/{id}" (Financial)  => billing::get, NotFound;
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
         Bound  PostOnce "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
+
+        User   Get      "/api/v1/notifications/ws"                         => notification::listen, InvalidRequest, UpgradeRequired;
+        Admin  PostOnce "/api/v1/admin/notifications/broadcast"            => notification::broadcast;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -167,6 +167,8 @@ pub enum Action {
     SeeBilling,
     /// Open billing accounts, give and take by a reason.
     AdjustBilling,
+    /// Say something to everybody who listens.
+    Announce,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -179,7 +181,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -197,6 +199,7 @@ impl Action {
         Self::ReadRecordings,
         Self::SeeBilling,
         Self::AdjustBilling,
+        Self::Announce,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -212,6 +215,7 @@ impl Action {
             | Self::OperateRuntime
             | Self::RescueAllocations
             | Self::OperateTerminals
+            | Self::Announce
             | Self::ManagePolicy => Rule::Admin,
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),

@@ -7,7 +7,7 @@
 use crate::allocation::{self, Placed};
 use crate::billing_account::{self, Holder};
 use crate::id::{
-    AllocationId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId,
+    AllocationId, AnnouncementId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId,
     TerminalSessionId,
 };
 use crate::key_set::Purpose;
@@ -230,6 +230,11 @@ pub enum Event {
         purpose: Purpose,
         version: u64,
     },
+
+    // An operator speaks to everybody.
+    Announced {
+        announcement_id: AnnouncementId,
+    },
 }
 
 /// A JetStream stream.
@@ -240,10 +245,12 @@ pub enum Stream {
     Policy,
     Terminals,
     Billing,
+    Notifications,
 }
 
 impl Stream {
-    pub const ALL: [Self; 5] = [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals, Self::Billing];
+    pub const ALL: [Self; 6] =
+        [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals, Self::Billing, Self::Notifications];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -253,6 +260,7 @@ impl Stream {
             Self::Policy => "POLICY",
             Self::Terminals => "TERMINALS",
             Self::Billing => "BILLING",
+            Self::Notifications => "NOTIFICATIONS",
         }
     }
 
@@ -265,6 +273,7 @@ impl Stream {
             Self::Policy => &["policy.>"],
             Self::Terminals => &["terminal.>"],
             Self::Billing => &["billing.>"],
+            Self::Notifications => &["notification.>"],
         }
     }
 }
@@ -311,7 +320,7 @@ impl Event {
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Billing, Nodes, Policy, Provisioning, Terminals};
+        use Stream::{Billing, Nodes, Notifications, Policy, Provisioning, Terminals};
         match self {
             Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
             Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
@@ -347,6 +356,7 @@ impl Event {
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
             Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
+            Self::Announced { .. } => ("notification.announced", Notifications),
         }
     }
 
@@ -396,6 +406,7 @@ impl Event {
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
             Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
             Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
+            Self::Announced { announcement_id } => EntityRef { kind: Kind::Announcement, id: announcement_id.0 },
         }
     }
 
@@ -480,14 +491,15 @@ impl Event {
             | Self::NodeStateChanged { .. }
             | Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
-            | Self::TrustChanged { .. } => Reaction::Nothing,
+            | Self::TrustChanged { .. }
+            | Self::Announced { .. } => Reaction::Nothing,
         }
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::machine::Command as _;
     use crate::recording::Mode;
@@ -496,7 +508,7 @@ mod tests {
     use uuid::Uuid;
 
     /// One of each variant, the options filled.
-    fn every_event() -> Vec<Event> {
+    pub(crate) fn every_event() -> Vec<Event> {
         let allocation_id = AllocationId(Uuid::from_u128(1));
         let node_id = NodeId(Uuid::from_u128(2));
         let deadline_at = Timestamp::UNIX_EPOCH;
@@ -558,6 +570,7 @@ mod tests {
             Event::LoginsStale { allocation_id, user_id: text() },
             Event::LoginsChanged { allocation_id, node_id, revision: 1 },
             Event::LoginsWritten { node_id, allocation_id, revision: 1 },
+            Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
         ]
     }
 
@@ -597,6 +610,7 @@ mod tests {
             Event::LoginsStale { .. } => 30,
             Event::LoginsChanged { .. } => 31,
             Event::LoginsWritten { .. } => 32,
+            Event::Announced { .. } => 33,
         }
     }
 

@@ -74,6 +74,8 @@ typed_id! {
     KeySetId,
     /// The prepaid money of a user or an org.
     BillingAccountId,
+    /// What an operator said to everybody.
+    AnnouncementId,
 }
 
 macro_rules! kinds {
@@ -125,6 +127,8 @@ kinds! {
     KeySet = "key_set": crate::key_set::KeySet,
     /// The prepaid money of a user or an org, and the meters of what it is spent on.
     BillingAccount = "billing_account": crate::billing_account::BillingAccount,
+    /// What an operator said to everybody.
+    Announcement = "announcement": crate::announcement::Announcement,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

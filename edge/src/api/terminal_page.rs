@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
-use crate::terminal::origin_of;
+use crate::websocket::origin_of;
 
 const PAGE: &str = include_str!("../../terminal-page/index.html");
 

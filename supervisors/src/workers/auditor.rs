@@ -91,7 +91,13 @@ impl Auditor {
             Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
             Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
             Kind::BillingAccount => self.judge_billing(&page.items, &mut inspection).await?,
-            Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
+            Kind::Sku
+            | Kind::Tenant
+            | Kind::Bindings
+            | Kind::Policy
+            | Kind::Runtime
+            | Kind::KeySet
+            | Kind::Announcement => {}
         }
         Ok(page.next)
     }
