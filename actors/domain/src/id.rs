@@ -76,6 +76,10 @@ typed_id! {
     BillingAccountId,
     /// What an operator said to everybody.
     AnnouncementId,
+    /// One top-up, from the wish to the processor's word.
+    PaymentId,
+    /// Money of a payment that goes back to its payer.
+    RefundId,
 }
 
 macro_rules! kinds {

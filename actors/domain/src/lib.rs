@@ -44,8 +44,8 @@ pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId,
-    NodeId, PolicyId, PolicyValueId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId,
-    TerminalSessionId, TokenId,
+    NodeId, PaymentId, PolicyId, PolicyValueId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId,
+    SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;
