@@ -169,6 +169,10 @@ pub enum Action {
     AdjustBilling,
     /// Say something to everybody who listens.
     Announce,
+    /// Bring money into one's own account, or one's organisation's.
+    Pay,
+    /// Ask back what one paid oneself. A service account asks for none. The machine checks whose it is.
+    AskMoneyBack,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -181,7 +185,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -200,6 +204,8 @@ impl Action {
         Self::SeeBilling,
         Self::AdjustBilling,
         Self::Announce,
+        Self::Pay,
+        Self::AskMoneyBack,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -223,8 +229,8 @@ impl Action {
             Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
             Self::AdjustBilling => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
-            Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
-            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings => Rule::Person,
+            Self::Rent | Self::Release | Self::Pay | Self::KeepKeys => Rule::AnyRole,
+            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }

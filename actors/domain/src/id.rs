@@ -76,9 +76,9 @@ typed_id! {
     BillingAccountId,
     /// What an operator said to everybody.
     AnnouncementId,
-    /// One top-up, from the wish to the processor's word.
+    /// Money that somebody brings in through the payment processor.
     PaymentId,
-    /// Money of a payment that goes back to its payer.
+    /// What somebody asked back, of a payment or of an allocation's cost.
     RefundId,
 }
 
@@ -133,6 +133,8 @@ kinds! {
     BillingAccount = "billing_account": crate::billing_account::BillingAccount,
     /// What an operator said to everybody.
     Announcement = "announcement": crate::announcement::Announcement,
+    /// Money that somebody brings in through the payment processor, and what goes back of it.
+    Payment = "payment": crate::payment::Payment,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

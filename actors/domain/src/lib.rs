@@ -27,6 +27,7 @@ pub mod machine;
 pub mod money;
 pub mod node;
 pub mod notification;
+pub mod payment;
 pub mod placement;
 pub mod policy;
 pub mod rate_limit;

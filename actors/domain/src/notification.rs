@@ -223,6 +223,19 @@ impl Notice {
             | Event::AllocationUncovered { .. }
             | Event::AllocationMetered { .. }
             | Event::AllocationCounted { .. }
+            | Event::PaymentDeposited { .. }
+            | Event::RefundTaken { .. }
+            | Event::RefundRefused { .. }
+            | Event::RefundGivenBack { .. }
+            | Event::ReversalPosted { .. }
+            | Event::PaymentOpeningDue { .. }
+            | Event::PaymentCheckDue { .. }
+            | Event::PaymentPaid { .. }
+            | Event::RefundRequested { .. }
+            | Event::RefundDue { .. }
+            | Event::RefundFailed { .. }
+            | Event::PaymentReversed { .. }
+            | Event::ReversalUndone { .. }
             | Event::DevicesReserved { .. }
             | Event::TenantReady { .. }
             | Event::TenantFailed { .. }
