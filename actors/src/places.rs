@@ -209,7 +209,7 @@ mod tests {
             assert_eq!(heard, (n < 4).then_some(true));
         }
         let later = now + KEPT_FOR;
-        assert_eq!(places.hear(BOB, BOB, Word::Take { most: 1 }, later), Some(true));
+        assert_eq!(places.hear(Uuid::from_u128(99), BOB, Word::Take { most: 1 }, later), Some(true));
         assert_eq!(places.len(), 1, "those of whom nothing was heard were forgotten");
     }
 }
