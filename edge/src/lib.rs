@@ -36,6 +36,7 @@ pub mod runtime;
 pub mod secret_shape;
 pub mod services;
 pub mod ssh_public_key;
+mod statement;
 pub mod tasks;
 pub mod terminal;
 pub mod tls;

@@ -27,6 +27,7 @@ mod probe;
 mod rate_limit;
 mod readme;
 mod recording;
+mod recording_page;
 mod recovery;
 mod recovery_faults;
 mod release;

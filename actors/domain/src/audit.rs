@@ -92,8 +92,8 @@ actions! {
     SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
 
     SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
-    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or was refused";
-    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
+    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or an administrator did, or that was refused";
+    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or an administrator did among theirs, or that was refused";
     SshKeysChoose "ssh_keys.choose": "the keys that open one allocation were chosen, or that was refused";
     SshKeysReconcile "ssh_keys.reconcile": "a node wrote the keys that open an allocation, or could not";
 

@@ -121,6 +121,7 @@ policy_keys! {
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens, per address; who has a good token is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
+    TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";
     TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Terminal sessions are recorded: what is shown, never what is typed.";
     TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails: the session goes on and the recording says what is missing, or nothing is shown that is not recorded.";

@@ -10,6 +10,8 @@
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
 //! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
+//! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
+//! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
 //! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
@@ -24,15 +26,18 @@
 mod allocations;
 mod api;
 mod audit;
+mod billing;
 mod duration;
 mod events;
 mod failure;
+mod file;
 mod login;
 mod nodes;
 mod notifications;
 mod out;
 mod policy;
 mod progress;
+mod recordings;
 mod skus;
 mod socket;
 mod ssh;
@@ -118,6 +123,12 @@ enum Command {
     /// What happens to what is yours, as it happens.
     #[command(subcommand, alias = "notification")]
     Notifications(notifications::Command),
+    /// What terminals showed, to be played back.
+    #[command(subcommand, alias = "recording")]
+    Recordings(recordings::Command),
+    /// Your prepaid money.
+    #[command(subcommand)]
+    Billing(billing::Command),
     /// The SSH keys that open what you rent.
     #[command(subcommand, alias = "ssh-key")]
     SshKeys(ssh_keys::Command),
@@ -170,6 +181,8 @@ async fn run(arguments: Arguments) -> Result<u8, Failure> {
         Command::Ssh(args) => return ssh::run(args, &connection).await,
         Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
         Command::Notifications(command) => notifications::run(command, &connection.api()?).await?,
+        Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,
+        Command::Billing(command) => billing::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,

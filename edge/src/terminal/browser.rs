@@ -10,6 +10,7 @@ use crate::correlation::Scope;
 use crate::services::Services;
 use crate::websocket::{CLOSES_WITHIN, Close, Controls, MISUSED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, WebSocket};
+use domain::policy::Key;
 use domain::recording::Mode;
 use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
@@ -30,8 +31,10 @@ const LOOKS_FOR: Duration = Duration::from_secs(60);
 const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
 const REST: Duration = Duration::from_secs(3);
-/// Output that comes without a pause is acknowledged in steps of so many bytes.
+/// Output is acknowledged in steps of so many bytes, and what is less after this long: an acknowledgement of each keystroke's echo would be
+/// as much work as the echo.
 const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
+const ACKNOWLEDGES_WITHIN: Duration = Duration::from_millis(100);
 
 /// What a client says in a text frame.
 #[derive(Debug, Deserialize)]
@@ -119,6 +122,7 @@ pub(super) struct Browser {
     pub(super) session: TerminalSession,
     pub(super) attachment: u32,
     pub(super) from: Option<u64>,
+    pub(super) since: Instant,
 }
 
 /// Why it does not go on over this link.
@@ -144,6 +148,8 @@ struct Progress {
     sent: AtomicU64,
     taken: AtomicU64,
     room: Notify,
+    /// The client asked whether anybody is there.
+    pinged: Notify,
     /// Input waits for the program, so that nothing that the client says can be read.
     stuck: AtomicBool,
 }
@@ -255,10 +261,9 @@ impl Browser {
         progress.sent.store(0, Ordering::Relaxed);
         progress.taken.store(0, Ordering::Relaxed);
         let Link { up, down, attachment, _held: held } = link;
-        let (answers, answer) = mpsc::channel(8);
         let parted = tokio::select! {
-            parted = self.to_user(up, &down, answer, attachment, progress, sink) => parted,
-            parted = from_user(&down, &answers, attachment, progress, stream) => parted,
+            parted = self.to_user(up, &down, attachment, progress, sink) => parted,
+            parted = from_user(&down, attachment, progress, stream) => parted,
         };
         // The agent is told that the user is gone.
         drop(held);
@@ -269,7 +274,6 @@ impl Browser {
         &self,
         mut up: mpsc::Receiver<Up>,
         down: &mpsc::Sender<Down>,
-        mut answers: mpsc::Receiver<ToUser>,
         attachment: u32,
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
@@ -277,31 +281,42 @@ impl Browser {
         let mut asks = interval(ASKS_EVERY);
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut expected = None;
-        let mut acknowledged = progress.delivered.load(Ordering::Relaxed);
+        let mut flushed = progress.delivered.load(Ordering::Relaxed);
+        let mut acknowledged = flushed;
+        let mut acknowledge_at: Option<Instant> = None;
         loop {
-            // What came together goes out together, and is acknowledged once.
+            // What came together goes out together.
             let delivered = progress.delivered.load(Ordering::Relaxed);
-            if delivered > acknowledged && (up.is_empty() || delivered - acknowledged >= ACKNOWLEDGES_EVERY) {
+            if delivered > flushed && (up.is_empty() || delivered - flushed >= ACKNOWLEDGES_EVERY) {
                 if sink.flush().await.is_err() {
                     return Parted::User;
                 }
-                acknowledged = delivered;
+                flushed = delivered;
+                acknowledge_at = acknowledge_at.or(Some(Instant::now() + ACKNOWLEDGES_WITHIN));
+            }
+            let is_time = acknowledge_at.is_some_and(|at| at <= Instant::now());
+            if flushed > acknowledged && (is_time || flushed - acknowledged >= ACKNOWLEDGES_EVERY) {
+                (acknowledged, acknowledge_at) = (flushed, None);
                 let waits_for_client =
                     progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
-                let ack = Down::Ack { attachment, position: delivered };
+                let ack = Down::Ack { attachment, position: flushed };
                 if !waits_for_client && down.send(ack).await.is_err() {
                     return Parted::Link;
                 }
             }
             let said = tokio::select! {
                 said = up.recv() => said,
-                Some(answer) = answers.recv() => {
-                    if sink.send(text(&answer)).await.is_err() {
+                () = sleep_until(acknowledge_at.unwrap_or_else(Instant::now)), if acknowledge_at.is_some() => continue,
+                () = progress.pinged.notified() => {
+                    if sink.send(text(&ToUser::Pong)).await.is_err() {
                         return Parted::User;
                     }
                     continue;
                 }
                 _ = asks.tick() => {
+                    if self.overstays() {
+                        return Parted::Close(close::RESTARTS);
+                    }
                     if sink.send(Message::Ping(Vec::new().into())).await.is_err() {
                         return Parted::User;
                     }
@@ -314,7 +329,7 @@ impl Browser {
                     expected = Some(position);
                     let first = !progress.knows.swap(true, Ordering::Relaxed);
                     progress.delivered.store(position, Ordering::Relaxed);
-                    acknowledged = position;
+                    (flushed, acknowledged, acknowledge_at) = (position, position, None);
                     // A link that was made anew behind its back is news only where something is missing.
                     if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
                         return Parted::User;
@@ -358,6 +373,14 @@ impl Browser {
         }
     }
 
+    /// Whether its user is to show anew that they are let in: a new token takes an access token that holds, which whoever was put out at the
+    /// identity provider has not for long.
+    fn overstays(&self) -> bool {
+        let world = &self.services.world;
+        let after = world.policy().int(Key::TerminalReauthorize, &self.session.scopes(), world.now());
+        u64::try_from(after).is_ok_and(|after| after > 0 && self.since.elapsed() >= Duration::from_secs(after))
+    }
+
     fn attached(&self, position: u64, lost_bytes: u64) -> ToUser {
         ToUser::Attached {
             session_id: self.session.id.0,
@@ -372,7 +395,6 @@ impl Browser {
 
 async fn from_user(
     down: &mpsc::Sender<Down>,
-    answers: &mpsc::Sender<ToUser>,
     attachment: u32,
     progress: &Progress,
     stream: &mut SplitStream<WebSocket>,
@@ -427,7 +449,7 @@ async fn from_user(
             Ok(FromUser::Exit) => down.send(Down::Close).await.is_ok(),
             Ok(FromUser::Ping) => {
                 // Who asks faster than it listens is answered once.
-                let _ = answers.try_send(ToUser::Pong);
+                progress.pinged.notify_one();
                 true
             }
             Err(_) => return Parted::Close(MISUSED),

@@ -26,6 +26,7 @@ use domain::terminal_session::{Command, Digest, Rejection, Reply, TerminalSessio
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
+use tokio::time::Instant;
 use tower::ServiceExt as _;
 use wire::terminal::MESSAGE;
 
@@ -106,8 +107,8 @@ async fn connect(
         .max_write_buffer_size(8 * MESSAGE);
     Ok(match admitted {
         Ok((attachment, session)) => upgrade.on_upgrade(move |socket| {
-            let from = offered.from;
-            async move { Browser { services, scope, session, attachment, from }.run(socket).await }
+            let (from, since) = (offered.from, Instant::now());
+            async move { Browser { services, scope, session, attachment, from, since }.run(socket).await }
         }),
         Err(why) => upgrade.on_upgrade(move |mut socket| async move { close_now(&mut socket, why).await }),
     })

@@ -23,7 +23,7 @@ use crate::tls::connections::Connections;
 use crate::token::{Purpose, read};
 use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
 use actors::{Answer as Asked_, Asked, Directory, Host, HostConfig};
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};
@@ -295,6 +295,11 @@ impl World {
         self.set_value(key, PolicyValue::Int(value));
     }
 
+    /// Stops the service's clock at this instant.
+    pub(super) fn clock(&self, at: &str) {
+        self.clock.stopped.store(Some(Arc::new(at.parse().unwrap())));
+    }
+
     pub(super) fn switch(&self, key: Key, on: bool) {
         self.set_value(key, PolicyValue::Bool(on));
     }
@@ -518,11 +523,13 @@ impl Provider {
 #[derive(Default)]
 struct Watch {
     policy: ArcSwap<PolicyBook>,
+    /// What it shows; `None` where it goes.
+    stopped: ArcSwapOption<Timestamp>,
 }
 
 impl Clock for Watch {
     fn now(&self) -> Timestamp {
-        Utc::now().trunc_subsecs(6)
+        self.stopped.load().as_deref().copied().unwrap_or_else(|| Utc::now().trunc_subsecs(6))
     }
 
     fn seed(&self) -> u128 {
