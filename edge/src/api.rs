@@ -12,6 +12,7 @@ mod identity_keys;
 mod internal;
 mod key_set;
 mod node;
+mod notification;
 mod overview;
 mod platform_role;
 mod policy;
@@ -58,7 +59,6 @@ pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
-        .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
     finished(router, outermost)
@@ -182,6 +182,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
+        User   Get      "/api/v1/notifications/ws"                         => notification::listen, InvalidRequest, UpgradeRequired;
+        Admin  PostOnce "/api/v1/admin/notifications/broadcast"            => notification::broadcast;
 
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

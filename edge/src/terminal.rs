@@ -25,7 +25,6 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use wire::terminal::{Down, Up};
 
-pub(crate) use gateway::origin_of;
 pub use gateway::{PATH, beside, router};
 pub(crate) use watch::{Ending, until_over};
 

@@ -18,6 +18,7 @@ mod input;
 mod keys;
 mod main_job;
 mod node_life;
+mod notifications;
 mod observability;
 mod openapi;
 mod platform_roles;

@@ -114,6 +114,7 @@ actions! {
     KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
     KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
     KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
+    NotificationsBroadcast "notifications.broadcast": "an operator said something to everybody who listens: severity, message";
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 

@@ -163,7 +163,7 @@ impl Api {
         Err(Failure::of_answer(status, &body, after))
     }
 
-    fn at(&self, path: &str) -> String {
+    pub(crate) fn at(&self, path: &str) -> String {
         format!("{}{path}", self.base.as_str().trim_end_matches('/'))
     }
 

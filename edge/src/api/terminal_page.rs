@@ -16,7 +16,7 @@ use uuid::Uuid;
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
-use crate::terminal::origin_of;
+use crate::websocket::origin_of;
 
 const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");

@@ -8,6 +8,7 @@ use super::gateway::ask;
 use super::{Ending, Link, until_over};
 use crate::correlation::Scope;
 use crate::services::Services;
+use crate::websocket::{CLOSES_WITHIN, Close, Controls, MISUSED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, WebSocket};
 use domain::policy::Key;
 use domain::recording::Mode;
@@ -19,7 +20,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
-use tokio_tungstenite::tungstenite;
 use uuid::Uuid;
 use wire::terminal::{CHUNK, Down, INPUT_WINDOW, OUTPUT_WINDOW, Up};
 
@@ -31,14 +31,10 @@ const LOOKS_FOR: Duration = Duration::from_secs(60);
 const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
 const REST: Duration = Duration::from_secs(3);
-const CLOSES_WITHIN: Duration = Duration::from_secs(2);
 /// Output is acknowledged in steps of so many bytes, and what is less after this long: an acknowledgement of each keystroke's echo would be
 /// as much work as the echo.
 const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
 const ACKNOWLEDGES_WITHIN: Duration = Duration::from_millis(100);
-/// Control messages and pings a second, on average and at once; more is no person.
-const CONTROLS_A_SECOND: u64 = 50;
-const CONTROLS_AT_ONCE: u64 = 200;
 
 /// What a client says in a text frame.
 #[derive(Debug, Deserialize)]
@@ -86,21 +82,18 @@ enum ToUser {
 
 /// Close codes (decisions 5), each with a word for people.
 pub(super) mod close {
-    use super::{CLOSES_WITHIN, CloseReason, Message, WebSocket};
-    use axum::extract::ws::CloseFrame;
+    use super::CloseReason;
+    use crate::websocket::Close;
+    pub(in crate::terminal) use crate::websocket::{REVOKED, TOKEN};
 
-    pub(in crate::terminal) const TOKEN: (u16, &str) = (4401, "token_invalid");
-    pub(in crate::terminal) const REVOKED: (u16, &str) = (4403, "revoked");
-    pub(super) const LIFETIME: (u16, &str) = (4408, "lifetime");
-    pub(super) const REPLACED: (u16, &str) = (4409, "replaced");
-    pub(super) const EXITED: (u16, &str) = (1000, "exited");
-    pub(super) const MISUSED: (u16, &str) = (1008, "not understood, or too much of it");
-    pub(super) const TOO_BIG: (u16, &str) = (1009, "a message is too long");
-    const FAILED: (u16, &str) = (1011, "the node could not run the session, or lost it; open another");
-    pub(super) const RESTARTS: (u16, &str) = (1012, "connect again with a new token");
-    pub(super) const AWAY: (u16, &str) = (1013, "the node cannot be reached; connect again later");
+    pub(super) const LIFETIME: Close = (4408, "lifetime");
+    pub(super) const REPLACED: Close = (4409, "replaced");
+    pub(super) const EXITED: Close = (1000, "exited");
+    const FAILED: Close = (1011, "the node could not run the session, or lost it; open another");
+    pub(super) const RESTARTS: Close = (1012, "connect again with a new token");
+    pub(super) const AWAY: Close = (1013, "the node cannot be reached; connect again later");
 
-    pub(super) const fn of(reason: &CloseReason) -> (u16, &'static str) {
+    pub(super) const fn of(reason: &CloseReason) -> Close {
         match reason {
             CloseReason::Exited { .. } => EXITED,
             CloseReason::Failed { .. } => FAILED,
@@ -111,7 +104,7 @@ pub(super) mod close {
     }
 
     /// As [`of`], of a reason's code.
-    pub(in crate::terminal) fn of_code(code: &str) -> (u16, &'static str) {
+    pub(in crate::terminal) fn of_code(code: &str) -> Close {
         match code {
             "exited" => EXITED,
             "failed" => FAILED,
@@ -119,14 +112,6 @@ pub(super) mod close {
             "lifetime" => LIFETIME,
             _ => REVOKED,
         }
-    }
-
-    pub(super) fn frame((code, reason): (u16, &'static str)) -> Message {
-        Message::Close(Some(CloseFrame { code, reason: reason.into() }))
-    }
-
-    pub(in crate::terminal) async fn now(socket: &mut WebSocket, why: (u16, &'static str)) {
-        let _ = tokio::time::timeout(CLOSES_WITHIN, socket.send(frame(why))).await;
     }
 }
 
@@ -147,7 +132,7 @@ enum Parted {
     /// The user is gone, without or with a word.
     User,
     /// It ends, with this code.
-    Close((u16, &'static str)),
+    Close(Close),
 }
 
 /// How far it is, over all links.
@@ -176,7 +161,7 @@ impl Browser {
         let (mut sink, mut stream) = socket.split();
         let why = self.live(&mut sink, &mut stream).await;
         if let Some(why) = why {
-            let _ = timeout(CLOSES_WITHIN, sink.send(close::frame(why))).await;
+            let _ = timeout(CLOSES_WITHIN, sink.send(frame(why))).await;
         }
         let detach = Command::Detach { attachment: self.attachment };
         if let Err(error) = ask(&self.services, &self.scope, self.session.id, detach).await {
@@ -189,7 +174,7 @@ impl Browser {
         &self,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
-    ) -> Option<(u16, &'static str)> {
+    ) -> Option<Close> {
         let progress = Progress::default();
         let over = until_over(&self.services, self.session.id, Some(self.attachment));
         let stopping = self.services.stopping.cancelled();
@@ -223,7 +208,7 @@ impl Browser {
     }
 
     /// Where this process slept past the session's end, its user's silence is none.
-    fn has_outlived_itself(&self) -> Option<(u16, &'static str)> {
+    fn has_outlived_itself(&self) -> Option<Close> {
         (self.services.world.now() >= self.session.ends_at).then_some(close::LIFETIME)
     }
 
@@ -233,7 +218,7 @@ impl Browser {
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
-    ) -> Option<(u16, &'static str)> {
+    ) -> Option<Close> {
         loop {
             let Some(link) = self.link(progress).await else { return Some(close::AWAY) };
             match self.talk(link, progress, sink, stream).await {
@@ -414,7 +399,7 @@ async fn from_user(
     progress: &Progress,
     stream: &mut SplitStream<WebSocket>,
 ) -> Parted {
-    let mut controls = Controls { left: CONTROLS_AT_ONCE, at: Instant::now() };
+    let mut controls = Controls::default();
     let mut silent_at = Instant::now() + SILENT_AFTER;
     loop {
         let message = tokio::select! {
@@ -425,7 +410,7 @@ async fn from_user(
         let said = match message {
             None => return Parted::User,
             Some(Err(error)) => {
-                return if is_too_big(&error) { Parted::Close(close::TOO_BIG) } else { Parted::User };
+                return if is_too_big(&error) { Parted::Close(TOO_BIG) } else { Parted::User };
             }
             Some(Ok(Message::Close(_))) => return Parted::User,
             Some(Ok(Message::Binary(bytes))) => {
@@ -443,7 +428,7 @@ async fn from_user(
                 if controls.take() {
                     continue;
                 }
-                return Parted::Close(close::MISUSED);
+                return Parted::Close(MISUSED);
             }
             Some(Ok(Message::Text(said))) => said,
         };
@@ -451,7 +436,7 @@ async fn from_user(
         let understood = serde_json::from_str::<FromUser>(&said);
         let counts = !matches!(understood, Ok(FromUser::Ack { .. }));
         if counts && !controls.take() {
-            return Parted::Close(close::MISUSED);
+            return Parted::Close(MISUSED);
         }
         let sent = match understood {
             Ok(FromUser::Resize { columns, rows }) => down.send(Down::Resize { columns, rows }).await.is_ok(),
@@ -467,7 +452,7 @@ async fn from_user(
                 progress.pinged.notify_one();
                 true
             }
-            Err(_) => return Parted::Close(close::MISUSED),
+            Err(_) => return Parted::Close(MISUSED),
         };
         if !sent {
             return Parted::Link;
@@ -491,30 +476,6 @@ async fn make_room(down: &mpsc::Sender<Down>, attachment: u32, bytes: u64, progr
     }
     progress.stuck.store(false, Ordering::Relaxed);
     progress.sent.fetch_add(bytes, Ordering::Relaxed);
-}
-
-/// How many control messages may still come.
-struct Controls {
-    left: u64,
-    at: Instant,
-}
-
-impl Controls {
-    fn take(&mut self) -> bool {
-        let passed = u64::try_from(self.at.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let again = passed.saturating_mul(CONTROLS_A_SECOND) / 1000;
-        if again > 0 {
-            self.left = self.left.saturating_add(again).min(CONTROLS_AT_ONCE);
-            self.at = Instant::now();
-        }
-        self.left.checked_sub(1).map(|left| self.left = left).is_some()
-    }
-}
-
-fn is_too_big(error: &axum::Error) -> bool {
-    let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
-    let mut protocol = causes.filter_map(|cause| cause.downcast_ref::<tungstenite::Error>());
-    protocol.any(|error| matches!(error, tungstenite::Error::Capacity(_)))
 }
 
 fn exit_of(exit: Exit) -> ToUser {

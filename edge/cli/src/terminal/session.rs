@@ -5,12 +5,13 @@
 //! hold both ends up for ever.
 
 use super::TerminalArgs;
-use super::connection::{self, Attempt, Socket};
+use super::connection::{self, Attempt};
 use super::escape::{Escape, HELP, Typed};
 use super::raw::{Raw, size};
 use super::screen::{self, Screen};
 use crate::api::Api;
 use crate::failure::{Ended, Failure};
+use crate::socket::Socket;
 use futures::stream::SplitSink;
 use futures::{SinkExt as _, StreamExt as _};
 use serde::Deserialize;

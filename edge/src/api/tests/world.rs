@@ -7,6 +7,7 @@ use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::keys::{Keys, KeysInForce};
+use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
@@ -226,6 +227,7 @@ impl World {
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
+            places: Places::new(directory.clone()),
             limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,
             reads,
@@ -235,6 +237,7 @@ impl World {
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
             terminals: crate::testing::terminals(),
+            notifications: crate::testing::notifications(),
             connections: Connections::default(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
