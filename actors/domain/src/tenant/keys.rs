@@ -45,9 +45,9 @@ pub enum KeyCause {
 }
 
 impl Tenant {
-    /// Whether these keys are this caller's to change.
+    /// Whether these keys are this caller's to change. Of those who are no callers none is permitted to ask at all (`authz.rs`).
     pub(super) fn lets_keep_keys(&self, by: &Principal) -> bool {
-        by.is_user(&self.user_id) || by.is_admin()
+        !matches!(by, Principal::Caller(_)) || by.is_user(&self.user_id) || by.is_admin()
     }
 
     pub(super) fn add_key(
