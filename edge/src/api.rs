@@ -189,7 +189,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
-        Admin  Get      "/api/v1/admin/users/{user_id}/ssh-keys"           => ssh_key::list_of_user;
+        Admin  Get      "/api/v1/admin/users/{user_id}/ssh-keys"           => ssh_key::list_of_user, NotFound;
         Admin  Delete   "/api/v1/admin/users/{user_id}/ssh-keys/{id}"      => ssh_key::delete_of_user, NotFound;
         Admin  PostOnce "/api/v1/admin/users/{user_id}/ssh-keys/{id}/default" => ssh_key::make_default_of_user, NotFound;
 
