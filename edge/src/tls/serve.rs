@@ -159,13 +159,11 @@ impl TlsServer {
         let session = stream.get_ref().1;
         let resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
         let speaks_h2 = session.alpn_protocol() == Some(b"h2");
-        let peer = Peer::new(address, session.peer_certificates().unwrap_or_default(), resumed);
-        let node = self
-            .trust_domain
-            .as_ref()
-            .zip(peer.certificate().ok().flatten())
-            .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
-        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
+        let leaf = session.peer_certificates().and_then(<[_]>::first);
+        let shown = self.trust_domain.as_ref().zip(leaf).map(|(domain, leaf)| NodeCertificate::parse(leaf, domain));
+        let node = shown.as_ref().and_then(|shown| shown.as_ref().ok());
+        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority.clone() });
+        let peer = Peer::new(address, shown, resumed);
         let stream = self.connections.watch(whose, stream, slot);
         Some(self.speak(stream, peer, speaks_h2, stop))
     }
