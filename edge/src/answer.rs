@@ -4,7 +4,7 @@ use actors::AskError;
 use domain::money::HIGHEST_BALANCE_MINOR;
 use domain::policy::{Bounds, Key};
 use domain::{
-    allocation, billing_account, bindings, key_set, node, policy, runtime, service_account, sku, tenant,
+    allocation, billing_account, bindings, key_set, node, payment, policy, runtime, service_account, sku, tenant,
     terminal_session,
 };
 
@@ -320,6 +320,63 @@ impl Explain for billing_account::Rejection {
             .detail("policy_key", "billing.adjustment_max_minor")
             .detail("limit", max),
             R::Full => conflict(format!("No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less.")),
+            R::MoreThanCost { left } => conflict(format!(
+                "Of what the allocation has cost {left} minor units are left that were not given back; leave `amount_minor` out for all \
+                 of them."
+            ))
+            .detail("field", "amount_minor")
+            .detail("left_micro", left.get()),
+            R::TooLate { days } => too_late("The allocation ended", days),
+            R::TooManyRefunds => {
+                conflict("Too many pieces of the allocation's cost were given back; give the rest by an adjustment.")
+            }
+            R::Moved => conflict("The allocation begins or ends at this moment; ask again."),
+        }
+    }
+}
+
+fn too_late(what: &str, days: i64) -> ApiError {
+    conflict(format!(
+        "{what} longer than {days} days ago; policy `allocation.refund_window_days` lets nothing be refunded then."
+    ))
+    .detail("policy_key", "allocation.refund_window_days")
+    .detail("limit", days)
+}
+
+impl Explain for payment::Rejection {
+    fn explain(self) -> ApiError {
+        use payment::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("payment"),
+            R::Exists => conflict("The payment exists already."),
+            R::Amount { min, max } => invalid(
+                format!(
+                    "`amount_minor` must be a whole number from {min} to {max}; policies `billing.minimum_deposit_minor` and \
+                     `billing.maximum_deposit_minor` say so."
+                ),
+                "amount_minor",
+            )
+            .detail("minimum", min)
+            .detail("limit", max),
+            R::Over { state } => {
+                conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key.")).detail("state", state)
+            }
+            R::NotPaid { state } => conflict(format!(
+                "The payment is {state}: nothing of it is in your account that could be given back. GET /api/v1/billing/payments shows \
+                 when it is deposited."
+            ))
+            .detail("state", state),
+            R::TooLate { days } => too_late("It was paid", days),
+            R::MoreThanLeft { left: ..=0 } => {
+                conflict("Nothing is left of the payment: all of it was given back, or is on its way back.")
+            }
+            R::MoreThanLeft { left } => invalid(
+                format!("`amount_minor` must be a whole number from 1 to {left}, which is left of the payment."),
+                "amount_minor",
+            )
+            .detail("left_minor", left),
+            R::TooManyRefunds => conflict("So many refunds were asked of this payment already; ask an administrator for more."),
+            rejection @ (R::Differs { .. } | R::PaidTwice { .. } | R::RefundUnknown) => unexpected(&rejection),
         }
     }
 }
@@ -557,8 +614,25 @@ mod tests {
             billing_account::Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
             billing_account::Rejection::Amount { max: 7 },
             billing_account::Rejection::Full,
+            billing_account::Rejection::MoreThanCost { left: domain::money::Micro::of(7) },
+            billing_account::Rejection::TooLate { days: 30 },
+            billing_account::Rejection::TooManyRefunds,
+            billing_account::Rejection::Moved,
         ] {
             row(&mut table, "billing account", &rejection.explain());
+        }
+        for rejection in [
+            payment::Rejection::NotFound,
+            payment::Rejection::Exists,
+            payment::Rejection::Amount { min: 1_000, max: 100_000 },
+            payment::Rejection::Over { state: "expired".into() },
+            payment::Rejection::NotPaid { state: "open".into() },
+            payment::Rejection::TooLate { days: 30 },
+            payment::Rejection::MoreThanLeft { left: 7 },
+            payment::Rejection::MoreThanLeft { left: 0 },
+            payment::Rejection::TooManyRefunds,
+        ] {
+            row(&mut table, "payment", &rejection.explain());
         }
         row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
         for rejection in [

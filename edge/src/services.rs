@@ -2,6 +2,7 @@
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
+use crate::error::{ApiError, Code};
 use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::keys::KeysInForce;
@@ -9,6 +10,8 @@ use crate::node_api::nonce::Nonces;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
+use crate::processor::Processor;
+use crate::processor::signature::WebhookSecrets;
 use crate::rate_limit::RateLimiter;
 use crate::runtime::Runtime;
 use crate::terminal::Terminals;
@@ -16,6 +19,7 @@ use crate::tls::connections::Connections;
 use actors::Directory;
 use actors::ports::World;
 use axum::extract::FromRef;
+use domain::money::Currency;
 use persistence::envelope::KeyRing;
 use persistence::{Reads, Secrets};
 use std::sync::Arc;
@@ -48,6 +52,8 @@ pub struct Parts {
     pub stats_token: Option<InternalToken>,
     pub platform_roles: PlatformRoleCounters,
     pub addresses: Addresses,
+    /// How users pay; none where no payment processor is configured.
+    pub payments: Option<Payments>,
     /// The agent's package, as bundles name it.
     pub package: wire::bundle::Package,
     /// Cancelled when this process ends: what waits long answers then.
@@ -81,6 +87,28 @@ pub struct Addresses {
     pub terminal_origins: Vec<String>,
 }
 
+/// The payment processor, and what its users' browsers are told of it.
+pub struct Payments {
+    pub processor: Arc<dyn Processor>,
+    /// Whose webhooks are believed.
+    pub webhook_secrets: WebhookSecrets,
+    /// In which accounts are opened by their first payment.
+    pub currency: Currency,
+    /// What our own page for payments is given, where it is used.
+    pub page: Option<PaymentPage>,
+}
+
+/// What a browser needs to pay on our page.
+#[derive(Clone, Debug)]
+pub struct PaymentPage {
+    /// Names this service's account at the processor; no secret.
+    pub publishable_key: String,
+    /// The processor's script.
+    pub script_url: String,
+    /// The origin that the script asks.
+    pub api_origin: String,
+}
+
 impl Trust {
     /// The verifier keys of a bundle.
     #[must_use]
@@ -97,6 +125,18 @@ impl Services {
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         Self(Arc::new(parts))
+    }
+}
+
+impl Parts {
+    /// # Errors
+    /// `service_unavailable` where no payment processor is configured.
+    pub fn payments(&self) -> Result<&Payments, ApiError> {
+        self.payments.as_ref().ok_or_else(|| {
+            let message = "No payment processor is configured; the operator sets SVC_PAYMENTS_SECRET_KEY and \
+                           SVC_PAYMENTS_WEBHOOK_SECRETS (see the README, Payments).";
+            ApiError::new(Code::ServiceUnavailable, message).expected()
+        })
     }
 }
 

@@ -1,6 +1,10 @@
 //! How a control-plane process is set up: everything from the environment, read once and checked at once, so that a mistake is
 //! named before anything starts.
 
+mod payments;
+
+pub use payments::Payments;
+
 use anyhow::{Context, bail};
 use edge::auth::internal::InternalToken;
 use edge::auth::{Algorithm, TokenRules};
@@ -48,6 +52,8 @@ pub struct Config {
     pub bootstrap_verifier_keys: Vec<String>,
     /// The agent's package, as bundles name it.
     pub package: Package,
+    /// The payment processor, where one is configured.
+    pub payments: Option<Payments>,
     pub roles: BTreeSet<Role>,
 }
 
@@ -161,6 +167,7 @@ impl Config {
             probe_allowed: networks("NODE_PROBE_ALLOWED_CIDRS")?,
             bootstrap_verifier_keys: list("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS"),
             package: package(optional)?,
+            payments: payments::payments(optional)?,
             roles: parse_roles(&optional("SVC_ROLES").unwrap_or_else(|| "all".to_owned()))?,
         })
     }

@@ -286,6 +286,7 @@ impl Process {
                 terminal_url: config.terminal_url.clone(),
                 terminal_origins: config.terminal_origins.clone(),
             },
+            payments: config.payments.as_ref().map(crate::config::Payments::open).transpose()?,
             package: config.package.clone(),
             stopping: self.stop_listening.clone(),
         }))

@@ -101,6 +101,10 @@ actions! {
     PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
     BillingOpen "billing.open": "an operator opened a billing account";
     BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
+    BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";
+    PaymentsCreate "payments.create": "somebody began to pay into an account: amount_minor, currency";
+    PaymentsRefund "payments.refund": "a payer asked money back: refund_id, amount_minor, reason";
+    PaymentsReverse "payments.reverse": "a refund or a dispute was made, or undone, at the payment processor: reversal_id, what, amount_minor";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";

@@ -167,6 +167,10 @@ pub enum Action {
     SeeBilling,
     /// Open billing accounts, give and take by a reason.
     AdjustBilling,
+    /// Bring money into one's own account, or one's organisation's.
+    Pay,
+    /// Ask back what one paid oneself. A service account asks for none. The machine checks whose it is.
+    AskMoneyBack,
     /// Keep one's own SSH keys.
     KeepKeys,
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
@@ -179,7 +183,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -197,6 +201,8 @@ impl Action {
         Self::ReadRecordings,
         Self::SeeBilling,
         Self::AdjustBilling,
+        Self::Pay,
+        Self::AskMoneyBack,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
         Self::SpeakForNode,
@@ -219,8 +225,8 @@ impl Action {
             Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
             Self::AdjustBilling => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
-            Self::Rent | Self::Release | Self::KeepKeys => Rule::AnyRole,
-            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings => Rule::Person,
+            Self::Rent | Self::Release | Self::Pay | Self::KeepKeys => Rule::AnyRole,
+            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }

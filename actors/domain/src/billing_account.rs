@@ -14,18 +14,20 @@
 
 mod accrual;
 mod meter;
+mod payments;
 #[cfg(test)]
 mod tests;
 
 use crate::again::Again;
 use crate::audit::{Audit, AuditAction};
 use crate::authz::Action;
-use crate::id::{AllocationId, BillingAccountId, EntityRef, Kind};
+use crate::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId, RefundId};
 use crate::ledger::PostingKind;
 use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, Micro, Price, Rate};
 use crate::policy::{Key, Scopes};
 use accrual::Draft;
+use payments::Spent;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -33,6 +35,7 @@ use std::fmt;
 
 pub use accrual::Window;
 pub use meter::{Meter, Run};
+pub use payments::{How, Moved, Refunded};
 
 /// Whose an account is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -47,6 +50,15 @@ impl Holder {
     #[must_use]
     pub fn paying_for(user_id: &str, org_id: Option<&str>) -> Self {
         org_id.map_or_else(|| Self::User(user_id.to_owned()), |org| Self::Org(org.to_owned()))
+    }
+
+    /// The org whose it is.
+    #[must_use]
+    pub fn org_id(&self) -> Option<&str> {
+        match self {
+            Self::User(_) => None,
+            Self::Org(id) => Some(id),
+        }
     }
 
     /// The scopes in which the account's own policies are resolved.
@@ -88,6 +100,12 @@ pub struct BillingAccount {
     pub depletion: Option<Depletion>,
     /// When it asks again how its allocations stand.
     pub again: Option<Again>,
+    /// What payments moved lately: said again, it is answered again and not posted again.
+    #[serde(default)]
+    pub moved: BTreeMap<String, Moved>,
+    /// What was given back of allocations' costs.
+    #[serde(default)]
+    pub refunded: BTreeMap<AllocationId, Refunded>,
     pub opened_at: Timestamp,
 }
 
@@ -129,6 +147,51 @@ pub enum Command {
         currency: Currency,
         reason: String,
     },
+    /// A payment is there. It opens the account, where there is none.
+    Deposit {
+        payment_id: PaymentId,
+        holder: Holder,
+        currency: Currency,
+        amount_minor: i64,
+    },
+    /// Sets aside what a payer asks back, if that is there; where it is not exact, less will do.
+    TakeRefund {
+        refund_id: RefundId,
+        payment_id: PaymentId,
+        amount_minor: i64,
+        is_exact: bool,
+    },
+    /// The processor has not paid it.
+    GiveBackRefund {
+        refund_id: RefundId,
+        payment_id: PaymentId,
+        amount_minor: i64,
+    },
+    /// Of a payment something was taken back at the processor.
+    Reverse {
+        reversal_id: String,
+        payment_id: PaymentId,
+        is_dispute: bool,
+        amount_minor: i64,
+    },
+    /// And is there again.
+    UndoReversal {
+        reversal_id: String,
+        payment_id: PaymentId,
+        is_dispute: bool,
+        amount_minor: i64,
+    },
+    /// An operator gives back of what an allocation has cost: so much, or all that is left of it.
+    RefundAllocation {
+        refund_id: RefundId,
+        allocation_id: AllocationId,
+        /// What it has cost, by the ledger, where it is not metered any more.
+        cost: Option<Micro>,
+        /// When it ended.
+        ended_at: Option<Timestamp>,
+        amount_minor: Option<i64>,
+        reason: String,
+    },
     Tick,
 }
 
@@ -139,14 +202,27 @@ impl machine::Command for Command {
             Self::Hold { .. } => "hold",
             Self::Usage { .. } => "usage",
             Self::Adjust { .. } => "adjust",
+            Self::Deposit { .. } => "deposit",
+            Self::TakeRefund { .. } => "take_refund",
+            Self::GiveBackRefund { .. } => "give_back_refund",
+            Self::Reverse { .. } => "reverse",
+            Self::UndoReversal { .. } => "undo_reversal",
+            Self::RefundAllocation { .. } => "refund_allocation",
             Self::Tick => "tick",
         }
     }
 
     fn action(&self) -> Action {
         match self {
-            Self::Open { .. } | Self::Adjust { .. } => Action::AdjustBilling,
-            Self::Hold { .. } | Self::Usage { .. } | Self::Tick => Action::Advance,
+            Self::Open { .. } | Self::Adjust { .. } | Self::RefundAllocation { .. } => Action::AdjustBilling,
+            Self::Hold { .. }
+            | Self::Usage { .. }
+            | Self::Deposit { .. }
+            | Self::TakeRefund { .. }
+            | Self::GiveBackRefund { .. }
+            | Self::Reverse { .. }
+            | Self::UndoReversal { .. }
+            | Self::Tick => Action::Advance,
         }
     }
 }
@@ -171,6 +247,14 @@ pub enum Rejection {
     Amount { max: i64 },
     #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
     Full,
+    #[error("of what the allocation has cost {left} minor units are left")]
+    MoreThanCost { left: Micro },
+    #[error("the allocation ended longer than {days} days ago")]
+    TooLate { days: i64 },
+    #[error("so much was given back of the allocation in too many pieces")]
+    TooManyRefunds,
+    #[error("the allocation has just ended or begun")]
+    Moved,
 }
 
 impl Machine for BillingAccount {
@@ -191,8 +275,20 @@ impl Machine for BillingAccount {
                 let account = Self::opened(holder, price.currency.clone(), ctx);
                 account.hold(allocation_id, user_id, &price, gpu_count, ctx)
             }
+            (None, Command::Deposit { payment_id, holder, currency, amount_minor }) => {
+                let account = Self::opened(holder, currency.clone(), ctx);
+                account.deposit(payment_id, &currency, amount_minor, ctx)
+            }
             (None, Command::Usage { .. } | Command::Tick) => Ok(Step::stay(Reply::Done)),
-            (None, Command::Adjust { .. }) => Err(Rejection::NotFound),
+            (
+                None,
+                Command::Adjust { .. }
+                | Command::TakeRefund { .. }
+                | Command::GiveBackRefund { .. }
+                | Command::Reverse { .. }
+                | Command::UndoReversal { .. }
+                | Command::RefundAllocation { .. },
+            ) => Err(Rejection::NotFound),
             (Some(account), Command::Open { currency, .. }) => account.open_again(&currency),
             (Some(account), Command::Hold { holder: _, allocation_id, user_id, price, gpu_count }) => {
                 account.hold(allocation_id, user_id, &price, gpu_count, ctx)
@@ -202,6 +298,27 @@ impl Machine for BillingAccount {
             }
             (Some(account), Command::Adjust { amount_minor, currency, reason }) => {
                 account.adjust(amount_minor, &currency, reason, ctx)
+            }
+            (Some(account), Command::Deposit { payment_id, holder: _, currency, amount_minor }) => {
+                account.deposit(payment_id, &currency, amount_minor, ctx)
+            }
+            (Some(account), Command::TakeRefund { refund_id, payment_id, amount_minor, is_exact }) => {
+                account.take_refund(refund_id, payment_id, amount_minor, is_exact, ctx)
+            }
+            (Some(account), Command::GiveBackRefund { refund_id, payment_id, amount_minor }) => {
+                account.give_back_refund(refund_id, payment_id, amount_minor, ctx)
+            }
+            (Some(account), Command::Reverse { reversal_id, payment_id, is_dispute, amount_minor }) => {
+                account.reverse(reversal_id, payment_id, is_dispute, amount_minor, ctx)
+            }
+            (Some(account), Command::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor }) => {
+                account.undo_reversal(reversal_id, payment_id, is_dispute, amount_minor, ctx)
+            }
+            (
+                Some(account),
+                Command::RefundAllocation { refund_id, allocation_id, cost, ended_at, amount_minor, reason },
+            ) => {
+                account.refund_allocation(refund_id, allocation_id, Spent { cost, ended_at }, amount_minor, reason, ctx)
             }
             (Some(account), Command::Tick) => Ok(account.tick(ctx)),
         }
@@ -256,6 +373,8 @@ impl BillingAccount {
             is_low: true,
             depletion: None,
             again: None,
+            moved: BTreeMap::new(),
+            refunded: BTreeMap::new(),
             opened_at: ctx.now,
         }
     }

@@ -7,12 +7,14 @@
 use crate::allocation::{self, Placed};
 use crate::billing_account::{self, Holder};
 use crate::id::{
-    AllocationId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PolicyId, PolicyValueId, SkuId,
-    TerminalSessionId,
+    AllocationId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PaymentId, PolicyId, PolicyValueId, RefundId,
+    SkuId, TerminalSessionId,
 };
 use crate::key_set::Purpose;
 use crate::machine::Timestamp;
+use crate::money::Currency;
 use crate::node;
+use crate::payment::{self, Errand};
 use crate::policy;
 use crate::recording::Terms;
 use crate::terminal_session;
@@ -121,6 +123,96 @@ pub enum Event {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
         is_running: bool,
+    },
+
+    /// What was paid is there.
+    PaymentDeposited {
+        payment_id: PaymentId,
+        account_id: BillingAccountId,
+    },
+    /// So much is set aside for the payer; where it is refused, nothing.
+    RefundTaken {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        account_id: BillingAccountId,
+        amount_minor: i64,
+    },
+    RefundRefused {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        account_id: BillingAccountId,
+        reason: String,
+    },
+    /// What the processor did not pay is there again.
+    RefundGivenBack {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        account_id: BillingAccountId,
+    },
+    /// What was done at the processor is posted; `is_undone`: and that it is undone.
+    ReversalPosted {
+        payment_id: PaymentId,
+        reversal_id: String,
+        account_id: BillingAccountId,
+        is_undone: bool,
+    },
+
+    // The payment speaks.
+    /// It was created, and nobody has said that the processor has it.
+    PaymentOpeningDue {
+        payment_id: PaymentId,
+    },
+    /// How it stands at the processor is to be looked at; `is_over`: nobody waits for it any more.
+    PaymentCheckDue {
+        payment_id: PaymentId,
+        processor_id: String,
+        is_over: bool,
+    },
+    /// The processor has the money.
+    PaymentPaid {
+        payment_id: PaymentId,
+        holder: Holder,
+        currency: Currency,
+        amount_minor: i64,
+    },
+    /// Its payer wants money back.
+    RefundRequested {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        holder: Holder,
+        amount_minor: i64,
+        is_exact: bool,
+    },
+    /// It was taken from the account, and the processor is to pay it.
+    RefundDue {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        processor_id: String,
+        amount_minor: i64,
+        currency: Currency,
+    },
+    /// The processor did not.
+    RefundFailed {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+        holder: Holder,
+        amount_minor: i64,
+    },
+    /// Something was taken back at the processor that was not asked here.
+    PaymentReversed {
+        payment_id: PaymentId,
+        holder: Holder,
+        reversal_id: String,
+        is_dispute: bool,
+        amount_minor: i64,
+    },
+    /// And is there again.
+    ReversalUndone {
+        payment_id: PaymentId,
+        holder: Holder,
+        reversal_id: String,
+        is_dispute: bool,
+        amount_minor: i64,
     },
 
     // The node speaks.
@@ -283,6 +375,9 @@ pub enum Reaction {
         holder: Holder,
         command: billing_account::Command,
     },
+    Payment(PaymentId, payment::Command),
+    /// The payments worker asks the payment processor, and tells the payment what it said.
+    AskProcessor(Errand),
     /// The provisioning worker reads the user's keys and says which of them open the allocation.
     ResolveLogins {
         allocation_id: AllocationId,
@@ -331,6 +426,19 @@ impl Event {
             Self::BalanceDepleted { .. } => ("billing.balance_depleted", Billing),
             Self::AllocationUncovered { .. } => ("billing.allocation_uncovered", Billing),
             Self::AllocationMetered { .. } => ("billing.allocation_metered", Billing),
+            Self::PaymentDeposited { .. } => ("billing.payment_deposited", Billing),
+            Self::RefundTaken { .. } => ("billing.refund_taken", Billing),
+            Self::RefundRefused { .. } => ("billing.refund_refused", Billing),
+            Self::RefundGivenBack { .. } => ("billing.refund_given_back", Billing),
+            Self::ReversalPosted { .. } => ("billing.reversal_posted", Billing),
+            Self::PaymentOpeningDue { .. } => ("billing.payment_opening_due", Billing),
+            Self::PaymentCheckDue { .. } => ("billing.payment_check_due", Billing),
+            Self::PaymentPaid { .. } => ("billing.payment_paid", Billing),
+            Self::RefundRequested { .. } => ("billing.refund_requested", Billing),
+            Self::RefundDue { .. } => ("billing.refund_due", Billing),
+            Self::RefundFailed { .. } => ("billing.refund_failed", Billing),
+            Self::PaymentReversed { .. } => ("billing.payment_reversed", Billing),
+            Self::ReversalUndone { .. } => ("billing.reversal_undone", Billing),
             Self::TenantFaulted { .. } => ("node.tenant_faulted", Nodes),
             Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
             Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
@@ -382,6 +490,19 @@ impl Event {
             Self::BalanceLow { account_id, .. } | Self::BalanceDepleted { account_id, .. } => {
                 EntityRef { kind: Kind::BillingAccount, id: account_id.0 }
             }
+            Self::PaymentDeposited { payment_id, .. }
+            | Self::RefundTaken { payment_id, .. }
+            | Self::RefundRefused { payment_id, .. }
+            | Self::RefundGivenBack { payment_id, .. }
+            | Self::ReversalPosted { payment_id, .. }
+            | Self::PaymentOpeningDue { payment_id }
+            | Self::PaymentCheckDue { payment_id, .. }
+            | Self::PaymentPaid { payment_id, .. }
+            | Self::RefundRequested { payment_id, .. }
+            | Self::RefundDue { payment_id, .. }
+            | Self::RefundFailed { payment_id, .. }
+            | Self::PaymentReversed { payment_id, .. }
+            | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: Kind::Payment, id: payment_id.0 },
             Self::NodeStateChanged { node_id, .. }
             | Self::TenantFaulted { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
@@ -403,7 +524,9 @@ impl Event {
     #[must_use]
     pub fn reaction(&self) -> Reaction {
         use allocation::Command as ToAllocation;
+        use billing_account::Command as ToAccount;
         use node::Command as ToNode;
+        use payment::Command as ToPayment;
         match self.clone() {
             Self::AllocationRequested { allocation_id } => Reaction::Place(allocation_id),
             Self::DevicesReserved { node_id, allocation_id, placed } => {
@@ -473,6 +596,47 @@ impl Event {
             Self::TenantFaulted { node_id, allocation_id, at, reason } => {
                 Reaction::Allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
             }
+            Self::PaymentDeposited { payment_id, .. } => Reaction::Payment(payment_id, ToPayment::Deposited),
+            Self::RefundTaken { payment_id, refund_id, amount_minor, .. } => {
+                Reaction::Payment(payment_id, ToPayment::RefundTaken { refund_id, amount_minor })
+            }
+            Self::RefundRefused { payment_id, refund_id, reason, .. } => {
+                Reaction::Payment(payment_id, ToPayment::RefundRefused { refund_id, why: reason })
+            }
+            Self::RefundGivenBack { payment_id, refund_id, .. } => {
+                Reaction::Payment(payment_id, ToPayment::GivenBack { refund_id })
+            }
+            Self::ReversalPosted { payment_id, reversal_id, is_undone, .. } => {
+                Reaction::Payment(payment_id, ToPayment::ReversalPosted { reversal_id, is_undone })
+            }
+            Self::PaymentOpeningDue { payment_id } => Reaction::AskProcessor(Errand::Open { payment_id }),
+            Self::PaymentCheckDue { payment_id, processor_id, is_over } => {
+                Reaction::AskProcessor(Errand::Check { payment_id, processor_id, is_over })
+            }
+            Self::RefundDue { payment_id, refund_id, processor_id, amount_minor, currency } => {
+                let errand = Errand::Refund { payment_id, refund_id, processor_id, amount_minor, currency };
+                Reaction::AskProcessor(errand)
+            }
+            Self::PaymentPaid { payment_id, holder, currency, amount_minor } => {
+                let command = ToAccount::Deposit { payment_id, holder: holder.clone(), currency, amount_minor };
+                Reaction::Billing { holder, command }
+            }
+            Self::RefundRequested { payment_id, refund_id, holder, amount_minor, is_exact } => {
+                let command = ToAccount::TakeRefund { refund_id, payment_id, amount_minor, is_exact };
+                Reaction::Billing { holder, command }
+            }
+            Self::RefundFailed { payment_id, refund_id, holder, amount_minor } => {
+                let command = ToAccount::GiveBackRefund { refund_id, payment_id, amount_minor };
+                Reaction::Billing { holder, command }
+            }
+            Self::PaymentReversed { payment_id, holder, reversal_id, is_dispute, amount_minor } => {
+                let command = ToAccount::Reverse { reversal_id, payment_id, is_dispute, amount_minor };
+                Reaction::Billing { holder, command }
+            }
+            Self::ReversalUndone { payment_id, holder, reversal_id, is_dispute, amount_minor } => {
+                let command = ToAccount::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor };
+                Reaction::Billing { holder, command }
+            }
             Self::BalanceLow { .. }
             | Self::BalanceDepleted { .. }
             | Self::AllocationActive { .. }
@@ -504,6 +668,8 @@ mod tests {
         let session_id = TerminalSessionId(Uuid::from_u128(6));
         let account_id = BillingAccountId(Uuid::from_u128(7));
         let holder = || Holder::Org(text());
+        let (payment_id, refund_id) = (PaymentId(Uuid::from_u128(8)), RefundId(Uuid::from_u128(9)));
+        let euro = || Currency::parse("EUR").unwrap();
         let placed = Placed {
             devices: vec![Device { index: 0, uuid: text() }],
             host: text(),
@@ -558,6 +724,31 @@ mod tests {
             Event::LoginsStale { allocation_id, user_id: text() },
             Event::LoginsChanged { allocation_id, node_id, revision: 1 },
             Event::LoginsWritten { node_id, allocation_id, revision: 1 },
+            Event::PaymentDeposited { payment_id, account_id },
+            Event::RefundTaken { payment_id, refund_id, account_id, amount_minor: 1 },
+            Event::RefundRefused { payment_id, refund_id, account_id, reason: text() },
+            Event::RefundGivenBack { payment_id, refund_id, account_id },
+            Event::ReversalPosted { payment_id, reversal_id: text(), account_id, is_undone: true },
+            Event::PaymentOpeningDue { payment_id },
+            Event::PaymentCheckDue { payment_id, processor_id: text(), is_over: true },
+            Event::PaymentPaid { payment_id, holder: holder(), currency: euro(), amount_minor: 1 },
+            Event::RefundRequested { payment_id, refund_id, holder: holder(), amount_minor: 1, is_exact: true },
+            Event::RefundDue { payment_id, refund_id, processor_id: text(), amount_minor: 1, currency: euro() },
+            Event::RefundFailed { payment_id, refund_id, holder: holder(), amount_minor: 1 },
+            Event::PaymentReversed {
+                payment_id,
+                holder: holder(),
+                reversal_id: text(),
+                is_dispute: true,
+                amount_minor: 1,
+            },
+            Event::ReversalUndone {
+                payment_id,
+                holder: holder(),
+                reversal_id: text(),
+                is_dispute: false,
+                amount_minor: 1,
+            },
         ]
     }
 
@@ -597,6 +788,19 @@ mod tests {
             Event::LoginsStale { .. } => 30,
             Event::LoginsChanged { .. } => 31,
             Event::LoginsWritten { .. } => 32,
+            Event::PaymentDeposited { .. } => 33,
+            Event::RefundTaken { .. } => 34,
+            Event::RefundRefused { .. } => 35,
+            Event::RefundGivenBack { .. } => 36,
+            Event::ReversalPosted { .. } => 37,
+            Event::PaymentOpeningDue { .. } => 38,
+            Event::PaymentCheckDue { .. } => 39,
+            Event::PaymentPaid { .. } => 40,
+            Event::RefundRequested { .. } => 41,
+            Event::RefundDue { .. } => 42,
+            Event::RefundFailed { .. } => 43,
+            Event::PaymentReversed { .. } => 44,
+            Event::ReversalUndone { .. } => 45,
         }
     }
 
@@ -629,6 +833,8 @@ mod tests {
                 Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
                 Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
                 Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
+                Reaction::Payment(_, command) => format!("payment {}", command.name()),
+                Reaction::AskProcessor(errand) => format!("processor {}", errand.name()),
                 Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
                 Reaction::TellLogins { .. } => "tell logins".to_owned(),
                 Reaction::CloseTerminals { .. } => "close terminals".to_owned(),

@@ -74,6 +74,10 @@ typed_id! {
     KeySetId,
     /// The prepaid money of a user or an org.
     BillingAccountId,
+    /// Money that somebody brings in through the payment processor.
+    PaymentId,
+    /// What somebody asked back, of a payment or of an allocation's cost.
+    RefundId,
 }
 
 macro_rules! kinds {
@@ -125,6 +129,8 @@ kinds! {
     KeySet = "key_set": crate::key_set::KeySet,
     /// The prepaid money of a user or an org, and the meters of what it is spent on.
     BillingAccount = "billing_account": crate::billing_account::BillingAccount,
+    /// Money that somebody brings in through the payment processor, and what goes back of it.
+    Payment = "payment": crate::payment::Payment,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

@@ -8,6 +8,7 @@ use crate::ledger::Posting;
 use crate::machine::{Machine, Timestamp};
 use crate::money::Micro;
 use crate::node::{HoldPhase, Life, Node};
+use crate::payment::{self, Payment, Refund};
 use crate::service_account::ServiceAccount;
 use crate::terminal_session::{SPENT, TerminalSession};
 use std::collections::{BTreeMap, BTreeSet};
@@ -89,6 +90,23 @@ pub fn i3_the_balance_is_the_sum_of_its_entries(account: &BillingAccount, postin
 #[must_use]
 pub const fn account_is_transient(account: &BillingAccount) -> bool {
     matches!(account.depletion, Some(Depletion { is_over: false, .. }))
+}
+
+/// Is this payment, or something that goes back of it, on its way somewhere?
+#[must_use]
+pub fn payment_is_transient(payment: &Payment) -> bool {
+    match payment.phase {
+        payment::Phase::Created { .. } | payment::Phase::Open { .. } | payment::Phase::Paid { .. } => true,
+        payment::Phase::Deposited { .. } => !payment.is_settled(),
+        payment::Phase::Canceled { .. } | payment::Phase::Expired { .. } => false,
+    }
+}
+
+/// I3, of payments: no more is given back on request than was paid, and beside what was taken at the processor nothing is left of it.
+#[must_use]
+pub fn i3_no_more_is_refunded_than_was_paid(payment: &Payment) -> bool {
+    let asked = payment.refunds.values().map(Refund::gone_minor).fold(0, i64::saturating_add);
+    asked <= payment.amount_minor && (0..=payment.amount_minor).contains(&payment.left_minor())
 }
 
 /// I4: a token is consumed at most once. Given how many enrollments each token bought.

@@ -1,7 +1,7 @@
 //! The ledger's postings (decisions 6). Each moves an amount from one named book to another, so that one that does not sum to zero
 //! has no spelling: neither here nor in the table, whose rows are the same.
 
-use crate::id::AllocationId;
+use crate::id::{AllocationId, PaymentId};
 use crate::machine::Timestamp;
 use crate::money::{Currency, Micro};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,10 @@ pub enum Book {
     Revenue,
     Adjustments,
     WriteOff,
+    /// What the payment processor has, or has taken, for us.
+    ProcessorClearing,
+    /// What payers get back.
+    Refunds,
 }
 
 impl Book {
@@ -24,6 +28,8 @@ impl Book {
             Self::Revenue => "revenue",
             Self::Adjustments => "adjustments",
             Self::WriteOff => "write_off",
+            Self::ProcessorClearing => "processor_clearing",
+            Self::Refunds => "refunds",
         }
     }
 }
@@ -44,11 +50,41 @@ pub enum PostingKind {
     Credit,
     /// Taken by an operator.
     Debit,
+    /// Paid in through the payment processor.
+    Deposit,
+    /// Of a payment, asked back by its payer.
+    Refund,
+    /// Such a refund did not reach the payer.
+    RefundReturned,
+    /// Of what an allocation had cost, given by an operator.
+    AllocationRefund,
+    /// Of a payment, given back by somebody at the payment processor.
+    Reversal,
+    /// Such a reversal did not reach the payer, or was none.
+    ReversalUndone,
+    /// Of a payment, taken by the payer's bank.
+    Dispute,
+    /// The bank has given it back.
+    DisputeWon,
 }
 
 impl PostingKind {
-    pub const ALL: [Self; 6] =
-        [Self::Usage, Self::UsageCredit, Self::WriteOff, Self::WriteOffReversal, Self::Credit, Self::Debit];
+    pub const ALL: [Self; 14] = [
+        Self::Usage,
+        Self::UsageCredit,
+        Self::WriteOff,
+        Self::WriteOffReversal,
+        Self::Credit,
+        Self::Debit,
+        Self::Deposit,
+        Self::Refund,
+        Self::RefundReturned,
+        Self::AllocationRefund,
+        Self::Reversal,
+        Self::ReversalUndone,
+        Self::Dispute,
+        Self::DisputeWon,
+    ];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -59,6 +95,14 @@ impl PostingKind {
             Self::WriteOffReversal => "write_off_reversal",
             Self::Credit => "credit",
             Self::Debit => "debit",
+            Self::Deposit => "deposit",
+            Self::Refund => "refund",
+            Self::RefundReturned => "refund_returned",
+            Self::AllocationRefund => "allocation_refund",
+            Self::Reversal => "reversal",
+            Self::ReversalUndone => "reversal_undone",
+            Self::Dispute => "dispute",
+            Self::DisputeWon => "dispute_won",
         }
     }
 
@@ -78,6 +122,11 @@ impl PostingKind {
             Self::WriteOffReversal => (Book::Revenue, Book::WriteOff),
             Self::Credit => (Book::Adjustments, Book::Prepaid),
             Self::Debit => (Book::Prepaid, Book::Adjustments),
+            Self::Deposit | Self::DisputeWon => (Book::ProcessorClearing, Book::Prepaid),
+            Self::Refund | Self::Reversal => (Book::Prepaid, Book::Refunds),
+            Self::RefundReturned | Self::ReversalUndone => (Book::Refunds, Book::Prepaid),
+            Self::AllocationRefund => (Book::Revenue, Book::Prepaid),
+            Self::Dispute => (Book::Prepaid, Book::ProcessorClearing),
         }
     }
 
@@ -86,7 +135,18 @@ impl PostingKind {
     pub const fn charges(self) -> bool {
         match self {
             Self::Usage | Self::WriteOff => true,
-            Self::UsageCredit | Self::WriteOffReversal | Self::Credit | Self::Debit => false,
+            Self::UsageCredit
+            | Self::WriteOffReversal
+            | Self::Credit
+            | Self::Debit
+            | Self::Deposit
+            | Self::Refund
+            | Self::RefundReturned
+            | Self::AllocationRefund
+            | Self::Reversal
+            | Self::ReversalUndone
+            | Self::Dispute
+            | Self::DisputeWon => false,
         }
     }
 }
@@ -103,6 +163,8 @@ pub struct Posting {
     /// What is in `prepaid` after it.
     pub balance: Micro,
     pub usage: Option<Usage>,
+    /// What of a payment or a refund it is for.
+    pub source: Option<Source>,
     /// Why, where a person says so.
     pub reason: Option<String>,
 }
@@ -117,6 +179,14 @@ pub struct Usage {
     pub cost: Micro,
 }
 
+/// What a posting goes back to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    pub payment_id: Option<PaymentId>,
+    /// The payment's, the refund's or the reversal's own id: of each kind there is one posting for it.
+    pub reference: String,
+}
+
 impl Posting {
     /// What it does to the account's balance.
     #[must_use]
@@ -125,8 +195,8 @@ impl Posting {
             (Book::Prepaid, _) => Micro::ZERO.minus(self.amount),
             (_, Book::Prepaid) => self.amount,
             (
-                Book::Revenue | Book::Adjustments | Book::WriteOff,
-                Book::Revenue | Book::Adjustments | Book::WriteOff,
+                Book::Revenue | Book::Adjustments | Book::WriteOff | Book::ProcessorClearing | Book::Refunds,
+                Book::Revenue | Book::Adjustments | Book::WriteOff | Book::ProcessorClearing | Book::Refunds,
             ) => Micro::ZERO,
         }
     }
@@ -168,6 +238,14 @@ mod tests {
         write_off_reversal: revenue -> write_off
         credit: adjustments -> prepaid
         debit: prepaid -> adjustments
+        deposit: processor_clearing -> prepaid
+        refund: prepaid -> refunds
+        refund_returned: refunds -> prepaid
+        allocation_refund: revenue -> prepaid
+        reversal: prepaid -> refunds
+        reversal_undone: refunds -> prepaid
+        dispute: prepaid -> processor_clearing
+        dispute_won: processor_clearing -> prepaid
         ");
     }
 }

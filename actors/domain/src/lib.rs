@@ -25,6 +25,7 @@ pub mod ledger;
 pub mod machine;
 pub mod money;
 pub mod node;
+pub mod payment;
 pub mod placement;
 pub mod policy;
 pub mod rate_limit;
@@ -42,8 +43,8 @@ pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId,
-    PolicyId, PolicyValueId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId,
-    TokenId,
+    PaymentId, PolicyId, PolicyValueId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId,
+    TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

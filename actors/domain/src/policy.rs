@@ -193,6 +193,15 @@ impl Key {
         }
     }
 
+    /// The largest number that a key admits.
+    #[must_use]
+    pub const fn most(self) -> i64 {
+        match self.bounds() {
+            Bounds::Int { max, .. } => max,
+            Bounds::Enum { .. } | Bounds::Bool { .. } => 0,
+        }
+    }
+
     /// True where `value` is of the key's type and inside its bounds.
     #[must_use]
     pub fn admits(self, value: &Value) -> bool {

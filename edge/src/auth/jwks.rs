@@ -5,7 +5,6 @@
 
 use std::{
     collections::HashMap,
-    net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -16,12 +15,14 @@ use futures::{
     future::{BoxFuture, Shared},
 };
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
-use reqwest::{Client, Url, redirect};
+use reqwest::{Client, redirect};
 use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
+
+use crate::outward::{body_of, broken, is_secure};
 
 const RSA_MIN_BYTES: usize = 256;
 
@@ -246,19 +247,11 @@ impl Jwks {
 
     async fn get(&self, url: &str) -> Result<Value, JwksError> {
         let failed = |reason: String| JwksError::Fetch { url: url.to_owned(), reason };
-        // Without the address, which is named already.
-        let broken = |error: reqwest::Error| failed(format!("{:#}", Chain(&error.without_url())));
-        let mut response = self.0.client.get(url).send().await.map_err(broken)?;
+        let response = self.0.client.get(url).send().await.map_err(|error| failed(broken(error)))?;
         if response.status() != 200 {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }
-        let mut body = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(broken)? {
-            if body.len() + chunk.len() > self.0.settings.max_bytes {
-                return Err(failed(format!("more than {} bytes", self.0.settings.max_bytes)));
-            }
-            body.extend_from_slice(&chunk);
-        }
+        let body = body_of(response, self.0.settings.max_bytes).await.map_err(failed)?;
         serde_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
     }
 }
@@ -272,28 +265,8 @@ impl Drop for Running {
     }
 }
 
-/// An error with its sources on one line.
-struct Chain<'a>(&'a dyn std::error::Error);
-
-impl std::fmt::Display for Chain<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)?;
-        let mut source = self.0.source();
-        while let Some(inner) = source {
-            write!(f, ": {inner}")?;
-            source = inner.source();
-        }
-        Ok(())
-    }
-}
-
 fn secure(address: &str) -> Result<(), JwksError> {
-    let insecure = || JwksError::Insecure(address.chars().take(200).collect());
-    let url = Url::parse(address).map_err(|_| insecure())?;
-    let host = url.host_str().unwrap_or_default();
-    let here = host == "localhost"
-        || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
-    if url.scheme() == "https" || (url.scheme() == "http" && here) { Ok(()) } else { Err(insecure()) }
+    if is_secure(address) { Ok(()) } else { Err(JwksError::Insecure(address.chars().take(200).collect())) }
 }
 
 fn fitting(keys: &KeySet, kid: &str, algorithm: Algorithm) -> Vec<Arc<PublishedKey>> {

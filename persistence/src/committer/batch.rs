@@ -216,6 +216,8 @@ impl Batch {
             .bind(self.postings().map(|(_, posting)| posting.usage.map(|usage| usage.until)).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.usage.map(|usage| usage.cost.get())).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.reason.as_deref()).bind_iter())
+            .bind(self.postings().map(|(_, posting)| posting.source.as_ref()?.payment_id.map(|id| id.0)).bind_iter())
+            .bind(self.postings().map(|(_, posting)| Some(posting.source.as_ref()?.reference.as_str())).bind_iter())
             .fetch_all(connection)
             .await
     }

@@ -95,14 +95,15 @@ outbox_row AS (
 ),
 ledger_row AS (
     INSERT INTO ledger (account, number, version, kind, debit, credit, amount, currency, balance, allocation, used_from,
-                        used_until, cost, reason, at)
+                        used_until, cost, reason, payment, reference, at)
     SELECT passed.id, posted.number, passed.expected + 1, posted.kind, posted.debit, posted.credit, posted.amount,
            posted.currency, posted.balance, posted.allocation, posted.used_from, posted.used_until, posted.cost,
-           posted.reason, passed.at
+           posted.reason, posted.payment, posted.reference, passed.at
     FROM unnest($44::bigint[], $45::bigint[], $46::text[], $47::text[], $48::text[], $49::bigint[], $50::text[],
-                $51::bigint[], $52::uuid[], $53::timestamptz[], $54::timestamptz[], $55::bigint[], $56::text[])
+                $51::bigint[], $52::uuid[], $53::timestamptz[], $54::timestamptz[], $55::bigint[], $56::text[],
+                $57::uuid[], $58::text[])
          AS posted (ord, number, kind, debit, credit, amount, currency, balance, allocation, used_from, used_until, cost,
-                    reason)
+                    reason, payment, reference)
     JOIN passed ON passed.ord = posted.ord
 ),
 settled AS (

@@ -3,7 +3,7 @@
 use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError};
 use crate::pool::begin;
-use domain::id::{AllocationId, BillingAccountId, Shard};
+use domain::id::{AllocationId, BillingAccountId, PaymentId, Shard};
 use domain::machine::Timestamp;
 use domain::money::Micro;
 use sqlx::Row;
@@ -26,6 +26,10 @@ pub struct LedgerRow {
     pub allocation: Option<AllocationId>,
     pub used_from: Option<Timestamp>,
     pub used_until: Option<Timestamp>,
+    /// The payment that it goes back to.
+    pub payment: Option<PaymentId>,
+    /// The payment's, the refund's or the reversal's own id.
+    pub reference: Option<String>,
     pub reason: Option<String>,
     pub at: Timestamp,
 }
@@ -101,7 +105,7 @@ impl Reads {
         limit: u32,
     ) -> Result<Page<LedgerRow, i64>, StoreError> {
         let rows = sqlx::query(
-            "SELECT number, kind, amount, currency, balance, allocation, used_from, used_until, reason, at,
+            "SELECT number, kind, amount, currency, balance, allocation, used_from, used_until, payment, reference, reason, at,
                     CASE WHEN debit = 'prepaid' THEN -amount WHEN credit = 'prepaid' THEN amount ELSE 0 END AS effect
              FROM ledger WHERE account = $1 AND number < $2 ORDER BY number DESC LIMIT $3",
         )
@@ -119,11 +123,13 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn costs(&self, allocations: &[Uuid]) -> Result<BTreeMap<Uuid, Cost>, StoreError> {
-        // The last posting says it all; what was given back has no beginning and comes after all that has.
+        // The last posting says it all; what was given back has no beginning and comes after all that has. What an operator gives
+        // back later is no cost.
         let rows = sqlx::query(
             "SELECT asked.id, last.cost, last.used_until
              FROM unnest($1::uuid[]) AS asked (id) CROSS JOIN LATERAL (
-                 SELECT cost, used_until FROM ledger WHERE allocation = asked.id ORDER BY used_from DESC NULLS FIRST LIMIT 1
+                 SELECT cost, used_until FROM ledger WHERE allocation = asked.id AND kind <> 'allocation_refund'
+                 ORDER BY used_from DESC NULLS FIRST LIMIT 1
              ) AS last",
         )
         .bind(allocations)
@@ -259,6 +265,8 @@ fn ledger_row(row: &PgRow) -> Result<LedgerRow, sqlx::Error> {
         allocation: row.try_get::<Option<Uuid>, _>("allocation")?.map(AllocationId),
         used_from: row.try_get("used_from")?,
         used_until: row.try_get("used_until")?,
+        payment: row.try_get::<Option<Uuid>, _>("payment")?.map(PaymentId),
+        reference: row.try_get("reference")?,
         reason: row.try_get("reason")?,
         at: row.try_get("at")?,
     })

@@ -2,8 +2,8 @@
 
 use crate::world::{World, bare, create, next};
 use domain::commit::{Commit, Outcome};
-use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind};
-use domain::ledger::{Posting, PostingKind, Usage};
+use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId};
+use domain::ledger::{Posting, PostingKind, Source, Usage};
 use domain::machine::Timestamp;
 use domain::money::{Currency, Micro};
 use uuid::Uuid;
@@ -25,6 +25,7 @@ fn posting(number: i64, kind: PostingKind, amount: i64, balance: i64) -> Posting
         currency,
         balance: Micro::of(balance),
         usage: None,
+        source: None,
         reason: None,
     }
 }
@@ -158,4 +159,45 @@ async fn what_an_allocation_has_cost_is_what_its_last_posting_says() {
     let cost = reads.costs(&ids).await.unwrap()[&ids[0]];
     assert_eq!((cost.cost, cost.billed_until), (Micro::of(150), Some(end)));
     assert!(reads.verify_ledger().await.unwrap().holds());
+}
+
+#[tokio::test]
+async fn what_a_payment_moves_is_moved_once_and_says_what_it_goes_back_to() {
+    let world = World::new().await;
+    let of = |reference: &str, posting: Posting| {
+        let source = Some(Source { payment_id: Some(PaymentId(Uuid::from_u128(7))), reference: reference.into() });
+        Posting { source, ..posting }
+    };
+    let first = account(1, 100, vec![of("p", posting(1, PostingKind::Deposit, 100, 100))]);
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    // Also into another account.
+    for twice in [
+        then(&first, 200, 2, vec![of("p", posting(2, PostingKind::Deposit, 100, 200))]),
+        account(2, 100, vec![of("p", posting(1, PostingKind::Deposit, 100, 100))]),
+    ] {
+        assert_eq!(world.commit(&twice).await, Outcome::Refused { constraint: "ledger_reference".into() });
+    }
+    let back = then(&first, 70, 2, vec![of("p", posting(2, PostingKind::Refund, 30, 70))]);
+    assert_eq!(world.commit(&back).await, Outcome::Applied);
+    let page = world.reads().ledger(BillingAccountId(first.entity.id), None, 10).await.unwrap();
+    let seen: Vec<_> = page.items.iter().map(|row| (row.effect.get(), row.payment, row.reference.as_deref())).collect();
+    let payment = Some(PaymentId(Uuid::from_u128(7)));
+    assert_eq!(seen, [(-30, payment, Some("p")), (100, payment, Some("p"))]);
+    let report = world.reads().verify_ledger().await.unwrap();
+    assert!(report.holds());
+    assert_eq!((report.books["EUR"]["processor_clearing"], report.books["EUR"]["refunds"]), (-100, 30));
+}
+
+#[tokio::test]
+async fn what_an_operator_gives_back_of_an_allocation_is_no_cost_of_it() {
+    let world = World::new().await;
+    let first = account(1, -100, vec![usage(1, 100, -100, 1, 0)]);
+    let refund = Posting {
+        usage: Some(Usage { allocation_id: allocation(1), from: second(9), until: second(9), cost: Micro::of(1) }),
+        ..posting(2, PostingKind::AllocationRefund, 40, -60)
+    };
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    assert_eq!(world.commit(&then(&first, -60, 2, vec![refund])).await, Outcome::Applied);
+    let costs = world.reads().costs(&[allocation(1).0]).await.unwrap();
+    assert_eq!(costs[&allocation(1).0].cost, Micro::of(100));
 }

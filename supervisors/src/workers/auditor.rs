@@ -11,6 +11,7 @@ use domain::billing_account::BillingAccount;
 use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
+use domain::payment::Payment;
 use domain::service_account::ServiceAccount;
 use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, Kind, NodeId, Shard};
@@ -91,6 +92,7 @@ impl Auditor {
             Kind::ServiceAccount => page.items.iter().for_each(|row| self.judge_account(row)),
             Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
             Kind::BillingAccount => self.judge_billing(&page.items, &mut inspection).await?,
+            Kind::Payment => page.items.iter().for_each(|row| self.judge_payment(row)),
             Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
         }
         Ok(page.next)
@@ -125,6 +127,12 @@ impl Auditor {
             self.judge("I8", row, ends(row, &account, invariant::account_is_transient(&account)));
         }
         Ok(())
+    }
+
+    fn judge_payment(&self, row: &Inspected) {
+        let Some(payment) = decoded::<Payment>(row) else { return };
+        self.judge("I3", row, invariant::i3_no_more_is_refunded_than_was_paid(&payment));
+        self.judge("I8", row, ends(row, &payment, invariant::payment_is_transient(&payment)));
     }
 
     fn judge_terminal(&self, row: &Inspected) {

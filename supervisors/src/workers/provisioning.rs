@@ -182,7 +182,11 @@ fn words_of(missing: &billing_account::Rejection, currency: &str) -> String {
         }
         billing_account::Rejection::NotFound
         | billing_account::Rejection::Amount { .. }
-        | billing_account::Rejection::Full => missing.to_string(),
+        | billing_account::Rejection::Full
+        | billing_account::Rejection::MoreThanCost { .. }
+        | billing_account::Rejection::TooLate { .. }
+        | billing_account::Rejection::TooManyRefunds
+        | billing_account::Rejection::Moved => missing.to_string(),
     }
 }
 

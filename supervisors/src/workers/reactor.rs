@@ -18,6 +18,7 @@ use domain::billing_account::BillingAccount;
 use domain::event::{Reaction, Stream};
 use domain::machine::Command as _;
 use domain::node::Node;
+use domain::payment::Payment;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
 use domain::{Action, Event, EventId, Kind, Machine, Permit, Principal};
@@ -142,6 +143,8 @@ impl Reactor {
                 let account = id_of_name(Kind::BillingAccount, &holder.to_string());
                 self.carry_out::<BillingAccount>(heard, account, command).await
             }
+            Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
+            Reaction::AskProcessor(_) => Effect::Later { why: "no payment processor is configured".to_owned() },
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
             }

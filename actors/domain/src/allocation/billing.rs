@@ -8,16 +8,22 @@ use crate::machine::{Ctx, Step, Timestamp};
 use serde_json::json;
 
 impl Allocation {
-    /// All that is known of when it was used. Billing runs from `active` to the release request, or to a critical fault of the node.
-    pub(super) fn usage(&self) -> Event {
+    /// Until when it is billed. Billing runs from `active` to the release request, or to a critical fault of the node.
+    #[must_use]
+    pub fn billed_to(&self) -> Option<Timestamp> {
         let ends = [self.fault.as_ref().map(|fault| fault.at), self.release_requested_at];
-        let until = match &self.phase {
+        match &self.phase {
             Phase::Requested { .. } | Phase::Provisioning { .. } => None,
             Phase::Active { .. } | Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => {
                 ends.into_iter().flatten().min()
             }
-        };
-        Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: self.active_at, until }
+        }
+    }
+
+    /// All that is known of when it was used.
+    pub(super) fn usage(&self) -> Event {
+        let (holder, until) = (self.asked.holder(), self.billed_to());
+        Event::UsageChanged { allocation_id: self.id, holder, from: self.active_at, until }
     }
 
     /// It was never active, and never will be.

@@ -3,7 +3,7 @@
 use super::{BillingAccount, Depletion, Reply};
 use crate::event::Event;
 use crate::id::AllocationId;
-use crate::ledger::{Posting, PostingKind, Usage};
+use crate::ledger::{Posting, PostingKind, Source, Usage};
 use crate::machine::{Ctx, Step, Timestamp};
 use crate::money::Micro;
 use crate::policy::Key;
@@ -58,7 +58,22 @@ impl Draft {
         self.postings.into_iter().fold(step, Step::posting)
     }
 
+    pub(super) fn say(&mut self, event: Event) {
+        self.events.push(event);
+    }
+
     pub(super) fn post(&mut self, kind: PostingKind, amount: Micro, usage: Option<Usage>, reason: Option<String>) {
+        self.write(kind, amount, usage, None, reason);
+    }
+
+    pub(super) fn write(
+        &mut self,
+        kind: PostingKind,
+        amount: Micro,
+        usage: Option<Usage>,
+        source: Option<Source>,
+        reason: Option<String>,
+    ) {
         if amount == Micro::ZERO {
             return;
         }
@@ -71,6 +86,7 @@ impl Draft {
             currency: account.currency.clone(),
             balance: Micro::ZERO,
             usage,
+            source,
             reason,
         };
         account.balance = account.balance.plus(posting.effect());
@@ -101,7 +117,10 @@ impl Draft {
             let lost = meter.rate.over(run.from, until).minus(owed);
             let usage = Some(Usage { allocation_id: id, from: until, until, cost: owed });
             self.post(PostingKind::WriteOffReversal, run.written_off.minus(lost), usage, None);
-            self.post(PostingKind::UsageCredit, run.charged.minus(owed), usage, None);
+            // What an operator gave back already is not given back again.
+            let credit = run.charged.minus(owed).min(self.not_refunded(id, run.charged));
+            self.post(PostingKind::UsageCredit, credit, usage, None);
+            self.ended_refunded(id, ctx);
             self.remember(id, ctx);
         }
         self.after_an_end();
@@ -209,6 +228,26 @@ impl Draft {
         let cut = account.meters.iter().filter(|(_, meter)| is_cut(meter.run));
         self.events
             .extend(cut.map(|(id, _)| Event::AllocationUncovered { account_id: account.id, allocation_id: *id }));
+    }
+
+    /// Money that was there is gone: what is not covered any more ends now, without a grace.
+    pub(super) fn money_went_out(&mut self, ctx: &Ctx<'_>) {
+        let next = self.account.window.map_or(ctx.now, |window| window.ends_at);
+        let needed: Micro = self.account.meters.values().map(|meter| meter.held_or_due(next)).sum();
+        if self.account.running().next().is_none() || needed <= self.account.balance {
+            return;
+        }
+        if self.account.depletion.is_none_or(|depletion| !depletion.is_over) {
+            self.deplete(ctx.now, ctx);
+        }
+        if let Some(depletion) = self.account.depletion.as_mut() {
+            *depletion = Depletion { release_at: depletion.release_at.min(ctx.now), is_over: true, ..*depletion };
+        }
+        for run in self.account.meters.values_mut().filter_map(|meter| meter.run.as_mut()) {
+            let cut_at = ctx.now.max(run.billed_until);
+            run.cut_at = Some(run.cut_at.map_or(cut_at, |earlier| earlier.min(cut_at)));
+        }
+        self.release_what_is_cut(ctx.now);
     }
 
     /// What runs may run on, where it is covered again and was not yet ended.

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod refunds;
+
 use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
@@ -125,7 +127,7 @@ impl Bench {
         of_it.flat_map(Posting::entries).fold((0, 0), |(cost, ours), (book, amount)| match book {
             Book::Revenue => (cost + amount.get(), ours),
             Book::WriteOff => (cost, ours - amount.get()),
-            Book::Prepaid | Book::Adjustments => (cost, ours),
+            Book::Prepaid | Book::Adjustments | Book::ProcessorClearing | Book::Refunds => (cost, ours),
         })
     }
 

@@ -424,6 +424,7 @@ fn of_a_billing_account() {
     use domain::money::{Currency, Micro};
     let currency = Currency::parse("EUR").unwrap();
     let holder = Holder::Org(text());
+    let (payment_id, refund_id) = (domain::PaymentId(ALLOCATION), domain::RefundId(ALLOCATION));
     let open = Command::Open { holder: holder.clone(), currency: currency.clone() };
     let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[Role::Admin]), ALLOCATION);
     let price = Price::new("EUR", 250).unwrap();
@@ -441,7 +442,20 @@ fn of_a_billing_account() {
         hold(Holder::User("ann".into())),
         usage(Some(at()), Some(at())),
         usage(None, None),
-        Command::Adjust { amount_minor: -7, currency, reason: text() },
+        Command::Adjust { amount_minor: -7, currency: currency.clone(), reason: text() },
+        Command::Deposit { payment_id, holder: Holder::User(text()), currency, amount_minor: 7 },
+        Command::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true },
+        Command::GiveBackRefund { refund_id, payment_id, amount_minor: 7 },
+        Command::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX },
+        Command::UndoReversal { reversal_id: text(), payment_id, is_dispute: false, amount_minor: 7 },
+        Command::RefundAllocation {
+            refund_id,
+            allocation_id: TENANT,
+            cost: Some(Micro::of(7)),
+            ended_at: Some(at()),
+            amount_minor: Some(7),
+            reason: text(),
+        },
         Command::Tick,
     ];
     let rejections = [
@@ -450,8 +464,75 @@ fn of_a_billing_account() {
         Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
         Rejection::Amount { max: 7 },
         Rejection::Full,
+        Rejection::MoreThanCost { left: Micro::of(7) },
+        Rejection::TooLate { days: 7 },
+        Rejection::TooManyRefunds,
+        Rejection::Moved,
     ];
     survives::<BillingAccount>(commands, [reply, Reply::Done], rejections);
+}
+
+#[test]
+fn of_a_payment() {
+    use domain::billing_account::Holder;
+    use domain::money::Currency;
+    use domain::payment::{Command, Outcome, Payment, RefundStatus, Rejection, Reply, What};
+    let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
+    let create = Command::Create {
+        account_id: domain::BillingAccountId(ALLOCATION),
+        holder: Holder::Org(text()),
+        payer: "ann".into(),
+        amount_minor: 5_000,
+        currency: currency.clone(),
+        success_url: "https://a.test/done".into(),
+        cancel_url: "https://a.test/back".into(),
+    };
+    let (_, reply) = decided::<Payment>(None, create.clone(), &ann(), ALLOCATION);
+    let not_paid = |outcome| Command::NotPaid { processor_id: "pi_1".into(), outcome, why: text() };
+    let reversed =
+        |what| Command::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency: currency.clone() };
+    let mut commands = vec![
+        create,
+        Command::Opened { processor_id: "pi_1".into() },
+        Command::Lapse { why: text() },
+        Command::Paid {
+            processor_id: "pi_1".into(),
+            amount_minor: i64::MAX,
+            currency: currency.clone(),
+            charge_id: Some("ch_1".into()),
+        },
+        Command::Deposited,
+        Command::Refund { refund_id, amount_minor: None, reason: text() },
+        Command::RefundTaken { refund_id, amount_minor: 7 },
+        Command::RefundRefused { refund_id, why: text() },
+        Command::GivenBack { refund_id },
+        Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true },
+        Command::Tick,
+    ];
+    commands.extend([Outcome::Declined, Outcome::Canceled, Outcome::Expired].map(not_paid));
+    commands.extend([What::Refund, What::RefundFailed, What::DisputeOpened, What::DisputeWon].map(reversed));
+    commands.extend(
+        [RefundStatus::Pending, RefundStatus::Succeeded, RefundStatus::Failed].map(|status| Command::RefundAt {
+            refund_id,
+            processor_refund_id: "re_1".into(),
+            status,
+            amount_minor: 7,
+        }),
+    );
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::Amount { min: 1, max: 7 },
+        Rejection::Over { state: text() },
+        Rejection::Differs { expected: text(), given: text() },
+        Rejection::PaidTwice { as_of: text(), again: text() },
+        Rejection::NotPaid { state: text() },
+        Rejection::TooLate { days: 7 },
+        Rejection::MoreThanLeft { left: 7 },
+        Rejection::TooManyRefunds,
+        Rejection::RefundUnknown,
+    ];
+    survives::<Payment>(commands, [reply, Reply::Done], rejections);
 }
 
 #[test]

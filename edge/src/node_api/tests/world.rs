@@ -222,6 +222,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
+            payments: None,
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });

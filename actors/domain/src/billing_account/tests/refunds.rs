@@ -1,0 +1,120 @@
+//! What an operator gives back of an allocation's cost. (What payers get back of a payment is in payment/tests.rs.)
+
+use super::*;
+use crate::id::RefundId;
+
+impl Bench {
+    fn refund(&mut self, refund: u128, n: u64, spent: Option<i64>, amount_minor: Option<i64>) -> Result<(), Rejection> {
+        let ended_at = spent.map(|_| self.now);
+        self.refund_later(refund, n, spent, ended_at, amount_minor)
+    }
+
+    fn refund_later(
+        &mut self,
+        refund: u128,
+        n: u64,
+        spent: Option<i64>,
+        ended_at: Option<Timestamp>,
+        amount_minor: Option<i64>,
+    ) -> Result<(), Rejection> {
+        self.tell(Command::RefundAllocation {
+            refund_id: RefundId(Uuid::from_u128(refund)),
+            allocation_id: allocation(n),
+            cost: spent.map(Micro::of),
+            ended_at,
+            amount_minor,
+            reason: "a faulty switch".into(),
+        })
+    }
+
+    /// An allocation that has cost so many minor units an hour, for an hour.
+    fn used(&mut self, n: u64, price: i64) {
+        self.rent(n, price);
+        let from = self.now;
+        self.pass(3_600);
+        self.use_of(n, from, Some(self.now));
+    }
+}
+
+#[test]
+fn of_what_an_allocation_has_cost_no_more_than_all_is_given_back() {
+    let mut bench = Bench::with(10_000);
+    bench.used(1, 1_000);
+    let cost = bench.cost(1).0;
+    assert_eq!(cost, 1_000_000_000);
+    bench.refund(1, 1, Some(cost), Some(400)).unwrap();
+    // By the same id it is the same refund.
+    for _ in 0..100 {
+        bench.refund(1, 1, Some(cost), Some(400)).unwrap();
+    }
+    assert_eq!(bench.it().balance.minor(), 9_400);
+    let left = Micro::of_minor(600).unwrap();
+    for amount in [601, 0, -1, i64::MIN, i64::MAX] {
+        assert_eq!(bench.refund(2, 1, Some(cost), Some(amount)), Err(Rejection::MoreThanCost { left }), "{amount}");
+    }
+    bench.refund(2, 1, Some(cost), None).unwrap();
+    let nothing = Err(Rejection::MoreThanCost { left: Micro::ZERO });
+    assert_eq!((bench.it().balance.minor(), bench.refund(3, 1, Some(cost), None)), (10_000, nothing));
+    let given = bench.ledger.last().unwrap();
+    assert_eq!((given.kind, given.usage.unwrap().allocation_id), (PostingKind::AllocationRefund, allocation(1)));
+    bench.check();
+}
+
+#[test]
+fn the_last_millionth_is_given_back_too() {
+    let mut bench = Bench::with(10_000);
+    bench.rent(1, 1_001);
+    bench.pass(61);
+    bench.use_of(1, begin(), Some(bench.now));
+    let cost = bench.cost(1).0;
+    assert!(cost % 1_000_000 != 0, "{cost}");
+    bench.refund(1, 1, Some(cost), None).unwrap();
+    assert_eq!(bench.it().balance, Micro::of_minor(10_000).unwrap());
+    bench.check();
+}
+
+#[test]
+fn what_still_runs_is_given_back_as_far_as_it_was_charged_and_never_twice() {
+    let mut bench = Bench::with(10_000);
+    bench.rent(1, 3_600);
+    bench.pass(600);
+    // Who thinks that it has ended, or that it runs, and is wrong, asks again.
+    assert_eq!(bench.refund(1, 1, Some(600_000_000), None), Err(Rejection::Moved));
+    assert_eq!(bench.refund(1, 2, None, None), Err(Rejection::Moved));
+    bench.refund(1, 1, None, Some(500)).unwrap();
+    assert_eq!(bench.it().balance.minor(), 9_900);
+    // The machine was at fault after 200: of the 600 the user has 500 already.
+    bench.use_of(1, begin(), Some(begin() + TimeDelta::seconds(200)));
+    assert_eq!(bench.it().balance.minor(), 10_000, "given back once, and never more than was charged");
+    let left = Micro::ZERO;
+    assert_eq!(bench.refund(2, 1, Some(200_000_000), None), Err(Rejection::MoreThanCost { left }));
+    bench.check();
+}
+
+#[test]
+fn nothing_is_given_back_after_the_refund_window() {
+    let mut bench = Bench::with(10_000);
+    bench.used(1, 1_000);
+    let ended = bench.now;
+    bench.now += TimeDelta::days(30);
+    bench.refund_later(1, 1, Some(1_000_000_000), Some(ended), Some(1)).unwrap();
+    bench.now += TimeDelta::seconds(1);
+    let late = |bench: &mut Bench| bench.refund_later(2, 1, Some(1_000_000_000), Some(ended), Some(1));
+    assert_eq!(late(&mut bench), Err(Rejection::TooLate { days: 30 }));
+    bench.set(Key::AllocationRefundWindow, 365);
+    late(&mut bench).unwrap();
+    bench.set(Key::AllocationRefundWindow, 0);
+    assert_eq!(bench.refund(3, 1, Some(1_000_000_000), None), Err(Rejection::TooLate { days: 0 }));
+    bench.check();
+}
+
+#[test]
+fn an_account_of_the_release_before_is_understood() {
+    let mut bench = Bench::with(10_000);
+    bench.rent(1, 1_000);
+    let mut kept = serde_json::to_value(bench.it()).unwrap();
+    for field in ["moved", "refunded"] {
+        kept.as_object_mut().unwrap().remove(field).unwrap();
+    }
+    assert_eq!(&serde_json::from_value::<BillingAccount>(kept).unwrap(), bench.it());
+}

@@ -1,0 +1,545 @@
+//! A payment: money that a user brings in through the payment processor, and what goes back of it (decisions 6; the design is in
+//! deploy/decisions/0026).
+//!
+//! ```text
+//! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
+//!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired
+//! ```
+//!
+//! Whoever has paid has paid: money that arrives after an end counts as any other. What the processor says comes late, twice, in any order or
+//! never; each fact is kept under the processor's own id and only ever grows (asked, taken, succeeded, failed; stands, undone), so that the sum
+//! is the same whatever came first. What is still owed to somebody, the account or the processor, is looked up in the whole state
+//! (`owed.rs`) and said until it is answered.
+
+mod owed;
+mod refund;
+mod reversal;
+#[cfg(test)]
+mod tests;
+
+use crate::again::Again;
+use crate::audit::{Audit, AuditAction};
+use crate::authz::{Action, Principal};
+use crate::billing_account::Holder;
+use crate::id::{BillingAccountId, EntityRef, Kind, PaymentId, RefundId};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
+use crate::policy::{Key, Scopes};
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+pub use owed::Errand;
+pub use refund::{AtProcessor, Refund, RefundStatus, Taking};
+pub use reversal::{Made, Reversal};
+
+/// How long somebody may take to pay. Then it is canceled at the processor.
+pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
+/// What follows inside of the control plane takes milliseconds; after that somebody should look.
+const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
+/// Banks take days.
+const REFUND_OVERDUE_AFTER: TimeDelta = TimeDelta::days(14);
+/// So many refunds of one payment, and as many reversals.
+const MOST: usize = 100;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Payment {
+    pub id: PaymentId,
+    /// Into whose account it goes.
+    pub holder: Holder,
+    /// Who pays, and may ask for it back.
+    pub payer: String,
+    pub amount_minor: i64,
+    pub currency: Currency,
+    /// Where the payer is sent when it is done, and where when they turn back.
+    pub success_url: String,
+    pub cancel_url: String,
+    pub phase: Phase,
+    /// What the processor calls it: what was opened, and once it is paid what was paid.
+    pub processor_id: Option<String>,
+    pub charge_id: Option<String>,
+    /// Why the last attempt to pay was declined.
+    pub declined: Option<String>,
+    /// What was asked back here.
+    pub refunds: BTreeMap<RefundId, Refund>,
+    /// What was taken back at the processor, by the processor's ids.
+    pub reversals: BTreeMap<String, Reversal>,
+    /// When what is owed is said again.
+    pub again: Option<Again>,
+    pub created_at: Timestamp,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    /// The processor does not know of it, as far as we know.
+    Created {
+        until: Timestamp,
+    },
+    /// The payer can pay.
+    Open {
+        until: Timestamp,
+    },
+    /// The processor has the money.
+    Paid {
+        at: Timestamp,
+    },
+    /// It is in the account.
+    Deposited {
+        paid_at: Timestamp,
+        at: Timestamp,
+    },
+    Canceled {
+        at: Timestamp,
+        why: String,
+    },
+    Expired {
+        at: Timestamp,
+        why: String,
+    },
+}
+
+/// How an attempt to pay came to nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// The payer may try again.
+    Declined,
+    Canceled,
+    Expired,
+}
+
+/// What was taken back at the processor, or came back from there, without our asking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum What {
+    /// Somebody refunded it at the processor.
+    Refund,
+    /// Such a refund did not reach the payer: the money is back.
+    RefundFailed,
+    /// The payer's bank took it.
+    DisputeOpened,
+    /// And gave it back.
+    DisputeWon,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Create {
+        account_id: BillingAccountId,
+        holder: Holder,
+        payer: String,
+        amount_minor: i64,
+        currency: Currency,
+        success_url: String,
+        cancel_url: String,
+    },
+    /// The processor's object for it is there.
+    Opened {
+        processor_id: String,
+    },
+    /// The processor knows nothing of it, and nobody waits for it any more.
+    Lapse {
+        why: String,
+    },
+    /// The money is there: all of it, under the processor's id for the payment itself.
+    Paid {
+        processor_id: String,
+        amount_minor: i64,
+        currency: Currency,
+        charge_id: Option<String>,
+    },
+    NotPaid {
+        processor_id: String,
+        outcome: Outcome,
+        why: String,
+    },
+    /// The account has it.
+    Deposited,
+    /// The payer wants it back: so much, or all that can be had.
+    Refund {
+        refund_id: RefundId,
+        amount_minor: Option<i64>,
+        reason: String,
+    },
+    /// So much was taken from the account for it.
+    RefundTaken {
+        refund_id: RefundId,
+        amount_minor: i64,
+    },
+    /// The account does not have it.
+    RefundRefused {
+        refund_id: RefundId,
+        why: String,
+    },
+    /// How the refund stands at the processor.
+    RefundAt {
+        refund_id: RefundId,
+        processor_refund_id: String,
+        status: RefundStatus,
+        amount_minor: i64,
+    },
+    /// What the processor would not pay back is in the account again.
+    GivenBack {
+        refund_id: RefundId,
+    },
+    /// Something was done at the processor that was not asked here. What is opened and undone has one id.
+    Reversed {
+        reversal_id: String,
+        what: What,
+        amount_minor: i64,
+        currency: Currency,
+    },
+    /// The account has posted it, or that it is undone.
+    ReversalPosted {
+        reversal_id: String,
+        is_undone: bool,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Create { .. } => "create",
+            Self::Opened { .. } => "opened",
+            Self::Lapse { .. } => "lapse",
+            Self::Paid { .. } => "paid",
+            Self::NotPaid { .. } => "not_paid",
+            Self::Deposited => "deposited",
+            Self::Refund { .. } => "refund",
+            Self::RefundTaken { .. } => "refund_taken",
+            Self::RefundRefused { .. } => "refund_refused",
+            Self::RefundAt { .. } => "refund_at",
+            Self::GivenBack { .. } => "given_back",
+            Self::Reversed { .. } => "reversed",
+            Self::ReversalPosted { .. } => "reversal_posted",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. } => Action::Pay,
+            Self::Refund { .. } => Action::AskMoneyBack,
+            Self::Opened { .. }
+            | Self::Lapse { .. }
+            | Self::Paid { .. }
+            | Self::NotPaid { .. }
+            | Self::Deposited
+            | Self::RefundTaken { .. }
+            | Self::RefundRefused { .. }
+            | Self::RefundAt { .. }
+            | Self::GivenBack { .. }
+            | Self::Reversed { .. }
+            | Self::ReversalPosted { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Create { .. })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Payment { payment: Box<Payment> },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such payment")]
+    NotFound,
+    #[error("there is another payment of this id")]
+    Exists,
+    #[error("a deposit is between {min} and {max} minor units")]
+    Amount { min: i64, max: i64 },
+    #[error("a payment that is {state} cannot be opened")]
+    Over { state: String },
+    #[error("the payment is about {expected}, and this is about {given}")]
+    Differs { expected: String, given: String },
+    #[error("it was paid as {as_of}, and somebody paid {again} too")]
+    PaidTwice { as_of: String, again: String },
+    #[error("nothing of it is in the account that could be given back: the payment is {state}")]
+    NotPaid { state: String },
+    #[error("it was paid longer than {days} days ago")]
+    TooLate { days: i64 },
+    #[error("of the payment {left} minor units are left")]
+    MoreThanLeft { left: i64 },
+    #[error("so many refunds were asked of it already: {MOST}")]
+    TooManyRefunds,
+    #[error("the payment has no such refund, or nothing was taken for it")]
+    RefundUnknown,
+}
+
+impl Machine for Payment {
+    const KIND: Kind = Kind::Payment;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Some(payment) = state else { return Self::begin(command, ctx) };
+        match command {
+            Command::Create { .. } => Err(Rejection::Exists),
+            Command::Opened { processor_id } => payment.opened(processor_id, ctx),
+            Command::Lapse { why } => Ok(payment.lapse(why, ctx)),
+            Command::Paid { processor_id, amount_minor, currency, charge_id } => {
+                payment.paid(processor_id, amount_minor, &currency, charge_id, ctx)
+            }
+            Command::NotPaid { processor_id, outcome, why } => Ok(payment.not_paid(&processor_id, outcome, why, ctx)),
+            Command::Deposited => Ok(payment.deposited(ctx)),
+            Command::Refund { refund_id, amount_minor, reason } => payment.refund(refund_id, amount_minor, reason, ctx),
+            Command::RefundTaken { refund_id, amount_minor } => payment.refund_taken(refund_id, amount_minor, ctx),
+            Command::RefundRefused { refund_id, why } => payment.refund_refused(refund_id, why, ctx),
+            Command::RefundAt { refund_id, processor_refund_id, status, amount_minor } => {
+                payment.refund_at(refund_id, processor_refund_id, status, amount_minor, ctx)
+            }
+            Command::GivenBack { refund_id } => payment.given_back(refund_id, ctx),
+            Command::Reversed { reversal_id, what, amount_minor, currency } => {
+                payment.reversed(reversal_id, what, amount_minor, &currency, ctx)
+            }
+            Command::ReversalPosted { reversal_id, is_undone } => {
+                Ok(payment.reversal_posted(&reversal_id, is_undone, ctx))
+            }
+            Command::Tick => Ok(payment.tick(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Created { .. } => "created",
+            Phase::Open { .. } => "open",
+            Phase::Paid { .. } => "paid",
+            Phase::Deposited { .. } => "deposited",
+            Phase::Canceled { .. } => "canceled",
+            Phase::Expired { .. } => "expired",
+        }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match self.phase {
+            Phase::Created { until } => Some(Deadline::new(until, "the payment is to be opened at the processor")),
+            Phase::Open { until } => Some(Deadline::new(until, "the payer is to pay")),
+            Phase::Paid { at } => Some(Deadline::new(at + OVERDUE_AFTER, "what was paid is to be in the account")),
+            Phase::Deposited { .. } => {
+                let refunds = self.refunds.values().filter_map(Refund::deadline);
+                refunds.chain(self.reversals.values().filter_map(Reversal::deadline)).min_by_key(|deadline| deadline.at)
+            }
+            // A reversal of what was not paid waits for the payment, which would be another story.
+            Phase::Canceled { .. } | Phase::Expired { .. } => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        // The end of the time to pay is acted upon when it is looked after next, which is within the hour.
+        self.again.map(|again| again.at)
+    }
+
+    fn keys(&self) -> Keys {
+        Keys { owner: Some(self.payer.clone()), ..Keys::default() }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Payment {
+    fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match command {
+            Command::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {
+                let payment = Self {
+                    id: PaymentId(ctx.id),
+                    holder,
+                    payer,
+                    amount_minor,
+                    currency,
+                    success_url,
+                    cancel_url,
+                    phase: Phase::Created { until: ctx.now + OPEN_FOR },
+                    processor_id: None,
+                    charge_id: None,
+                    declined: None,
+                    refunds: BTreeMap::new(),
+                    reversals: BTreeMap::new(),
+                    again: Some(Again::first(ctx.now)),
+                    created_at: ctx.now,
+                };
+                payment.create(account_id, ctx)
+            }
+            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Opened { .. }
+            | Command::Lapse { .. }
+            | Command::Paid { .. }
+            | Command::NotPaid { .. }
+            | Command::Deposited
+            | Command::Refund { .. }
+            | Command::RefundTaken { .. }
+            | Command::RefundRefused { .. }
+            | Command::RefundAt { .. }
+            | Command::GivenBack { .. }
+            | Command::Reversed { .. }
+            | Command::ReversalPosted { .. } => Err(Rejection::NotFound),
+        }
+    }
+
+    fn create(self, account_id: BillingAccountId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let scopes = match ctx.by {
+            Principal::Caller(caller) => Scopes::from(caller),
+            Principal::Node(_) | Principal::System(_) => self.holder.scopes(),
+        };
+        let [min, max] =
+            [Key::BillingMinimumDeposit, Key::BillingMaximumDeposit].map(|key| ctx.policy.int(key, &scopes, ctx.now));
+        if !(min..=max).contains(&self.amount_minor) {
+            return Err(Rejection::Amount { min, max });
+        }
+        let audit = self.audit(
+            AuditAction::PaymentsCreate,
+            json!({ "amount_minor": self.amount_minor, "currency": self.currency.as_str(), "account_id": account_id }),
+        );
+        let reply = self.shown();
+        Ok(Step::to(self, reply, "somebody wants to pay").audit(audit))
+    }
+
+    fn opened(&self, processor_id: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match self.phase {
+            Phase::Created { until } => {
+                let phase = Phase::Open { until };
+                let next = Self { phase, processor_id: Some(processor_id), ..self.clone() };
+                Ok(self.to(next, "the payer can pay", ctx))
+            }
+            // The first one counts; whoever opened another one sees that here, and cancels it.
+            Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } => Ok(Step::stay(self.shown())),
+            Phase::Canceled { .. } | Phase::Expired { .. } => Err(Rejection::Over { state: self.state().to_owned() }),
+        }
+    }
+
+    fn lapse(&self, why: String, ctx: &Ctx<'_>) -> Step<Self> {
+        match self.phase {
+            Phase::Created { .. } => {
+                let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
+                self.to(next, "nobody opened it at the processor", ctx)
+            }
+            Phase::Open { .. }
+            | Phase::Paid { .. }
+            | Phase::Deposited { .. }
+            | Phase::Canceled { .. }
+            | Phase::Expired { .. } => Step::stay(Reply::Done),
+        }
+    }
+
+    fn paid(
+        &self,
+        processor_id: String,
+        amount_minor: i64,
+        currency: &Currency,
+        charge_id: Option<String>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        self.is_about(self.amount_minor, amount_minor, currency)?;
+        if self.paid_at().is_some() {
+            return self.paid_again(processor_id, charge_id, ctx);
+        }
+        let next = Self {
+            phase: Phase::Paid { at: ctx.now },
+            processor_id: Some(processor_id),
+            charge_id,
+            declined: None,
+            ..self.clone()
+        };
+        Ok(self.to(next, "paid", ctx))
+    }
+
+    fn paid_again(
+        &self,
+        processor_id: String,
+        charge_id: Option<String>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        if let Some(paid) = self.processor_id.as_ref().filter(|paid| **paid != processor_id) {
+            return Err(Rejection::PaidTwice { as_of: paid.clone(), again: processor_id });
+        }
+        if self.charge_id.is_some() || charge_id.is_none() {
+            return Ok(Step::stay(Reply::Done));
+        }
+        Ok(self.to(Self { charge_id, ..self.clone() }, "the charge is known", ctx))
+    }
+
+    fn not_paid(&self, processor_id: &str, outcome: Outcome, why: String, ctx: &Ctx<'_>) -> Step<Self> {
+        // Of something else that was opened for it by mistake it is true, and no news.
+        let is_this = self.processor_id.as_deref().is_none_or(|known| known == processor_id);
+        let is_open = matches!(self.phase, Phase::Created { .. } | Phase::Open { .. });
+        if !is_this || !is_open {
+            return Step::stay(Reply::Done);
+        }
+        let at = ctx.now;
+        let (next, so) = match outcome {
+            Outcome::Declined if self.declined.as_ref() == Some(&why) => return Step::stay(Reply::Done),
+            Outcome::Declined => (Self { declined: Some(why), ..self.clone() }, "an attempt to pay was declined"),
+            Outcome::Canceled => (Self { phase: Phase::Canceled { at, why }, ..self.clone() }, "canceled"),
+            Outcome::Expired => (Self { phase: Phase::Expired { at, why }, ..self.clone() }, "not paid in time"),
+        };
+        self.to(next, so, ctx)
+    }
+
+    fn deposited(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Step::stay(Reply::Done) };
+        let next = Self { phase: Phase::Deposited { paid_at, at: ctx.now }, ..self.clone() };
+        self.to(next, "the account has it", ctx)
+    }
+
+    /// True while nobody has paid it, and somebody still can.
+    #[must_use]
+    pub const fn is_to_be_paid(&self) -> bool {
+        matches!(self.phase, Phase::Created { .. } | Phase::Open { .. })
+    }
+
+    /// When the processor had the money.
+    #[must_use]
+    pub const fn paid_at(&self) -> Option<Timestamp> {
+        match self.phase {
+            Phase::Paid { at } | Phase::Deposited { paid_at: at, .. } => Some(at),
+            Phase::Created { .. } | Phase::Open { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => None,
+        }
+    }
+
+    /// What of it was not given back, nor is on its way back.
+    #[must_use]
+    pub fn left_minor(&self) -> i64 {
+        let gone = self.refunds.values().map(Refund::gone_minor);
+        let gone = gone.chain(self.reversals.values().map(Reversal::gone_minor)).fold(0, i64::saturating_add);
+        if self.paid_at().is_some() { self.amount_minor.saturating_sub(gone).max(0) } else { 0 }
+    }
+
+    fn is_about(&self, expected: i64, amount_minor: i64, currency: &Currency) -> Result<(), Rejection> {
+        if (expected, &self.currency) == (amount_minor, currency) {
+            return Ok(());
+        }
+        let said = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
+        Err(Rejection::Differs { expected: said(expected, &self.currency), given: said(amount_minor, currency) })
+    }
+
+    fn shown(&self) -> Reply {
+        Reply::Payment { payment: Box::new(self.clone()) }
+    }
+
+    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> Audit {
+        if let Some(fields) = metadata.as_object_mut() {
+            fields.insert("holder".to_owned(), json!(self.holder.to_string()));
+            fields.insert("payer".to_owned(), json!(self.payer));
+        }
+        Audit::new(action, EntityRef { kind: Kind::Payment, id: self.id.0 }, metadata)
+    }
+}
+
+/// A number of minor units that money could have.
+const fn is_an_amount(minor: i64) -> bool {
+    minor > 0 && minor <= HIGHEST_BALANCE_MINOR
+}

@@ -1,0 +1,135 @@
+//! What was taken back at the processor without our asking. It is posted in full, whatever the account has.
+
+use super::{MOST, OVERDUE_AFTER, Payment, Rejection, Reply, What, is_an_amount};
+use crate::audit::AuditAction;
+use crate::machine::{Ctx, Deadline, Step, Timestamp};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reversal {
+    pub made: Made,
+    pub amount_minor: i64,
+    pub heard_at: Timestamp,
+    /// It was won, failed, or turned out to be a refund of ours. That is so for good, whatever is heard of it later.
+    pub is_undone: bool,
+    /// The account was told to post it, and may have done so.
+    pub is_said: bool,
+    /// The account has posted it.
+    pub is_posted: bool,
+    /// And that it is undone.
+    pub is_posted_back: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Made {
+    Refund,
+    Dispute,
+}
+
+impl What {
+    const fn made(self) -> Made {
+        match self {
+            Self::Refund | Self::RefundFailed => Made::Refund,
+            Self::DisputeOpened | Self::DisputeWon => Made::Dispute,
+        }
+    }
+
+    const fn undoes(self) -> bool {
+        match self {
+            Self::Refund | Self::DisputeOpened => false,
+            Self::RefundFailed | Self::DisputeWon => true,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Refund => "refund",
+            Self::RefundFailed => "refund_failed",
+            Self::DisputeOpened => "dispute_opened",
+            Self::DisputeWon => "dispute_won",
+        }
+    }
+}
+
+impl Reversal {
+    pub(super) const fn gone_minor(&self) -> i64 {
+        if self.is_undone { 0 } else { self.amount_minor }
+    }
+
+    /// The account is to post it, and to say so; what was said to it cannot be taken back by silence.
+    pub(super) const fn is_to_be_posted(&self) -> bool {
+        self.is_said && !self.is_posted
+    }
+
+    /// The account is to post that it is undone.
+    pub(super) const fn is_to_be_posted_back(&self) -> bool {
+        self.is_undone && self.is_posted && !self.is_posted_back
+    }
+
+    pub(super) fn deadline(&self) -> Option<Deadline> {
+        let waits_for = "a reversal is to be posted to the account";
+        (self.is_to_be_posted() || self.is_to_be_posted_back())
+            .then(|| Deadline::new(self.heard_at + OVERDUE_AFTER, waits_for))
+    }
+}
+
+impl Payment {
+    pub(super) fn reversed(
+        &self,
+        reversal_id: String,
+        what: What,
+        amount_minor: i64,
+        currency: &Currency,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        if !is_an_amount(amount_minor) {
+            return Err(Rejection::Amount { min: 1, max: HIGHEST_BALANCE_MINOR });
+        }
+        let ours = |id: &str| {
+            let mut refunds = self.refunds.values().filter_map(|refund| refund.at_processor.as_ref());
+            refunds.any(|it| it.processor_refund_id == id)
+        };
+        if ours(&reversal_id) {
+            return Ok(Step::stay(Reply::Done));
+        }
+        let known = self.reversals.get(&reversal_id);
+        self.is_about(known.map_or(amount_minor, |known| known.amount_minor), amount_minor, currency)?;
+        if known.is_some_and(|known| known.is_undone || !what.undoes()) {
+            return Ok(Step::stay(Reply::Done));
+        }
+        if known.is_none() && self.reversals.len() >= MOST {
+            return Err(Rejection::TooManyRefunds);
+        }
+        let audit = self.audit(
+            AuditAction::PaymentsReverse,
+            json!({ "reversal_id": reversal_id, "what": what.name(), "amount_minor": amount_minor }),
+        );
+        let mut next = self.clone();
+        let reversal = next.reversals.entry(reversal_id).or_insert(Reversal {
+            made: what.made(),
+            amount_minor,
+            heard_at: ctx.now,
+            is_undone: false,
+            is_said: false,
+            is_posted: false,
+            is_posted_back: false,
+        });
+        reversal.is_undone |= what.undoes();
+        reversal.heard_at = ctx.now;
+        Ok(self.to(next, "something was done at the processor", ctx).audit(audit))
+    }
+
+    pub(super) fn reversal_posted(&self, reversal_id: &str, is_undone: bool, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        let Some(reversal) = next.reversals.get_mut(reversal_id) else { return Step::stay(Reply::Done) };
+        reversal.is_posted = true;
+        reversal.is_posted_back |= is_undone;
+        if next == *self {
+            return Step::stay(Reply::Done);
+        }
+        self.to(next, "the account has posted it", ctx)
+    }
+}

@@ -1,0 +1,702 @@
+//! Payments in hostile hands: the processor's word comes late, twice, out of order or never, and so does what payment and account tell each
+//! other. In the end the account has what the processor was paid, less what it paid back.
+
+#![allow(clippy::unwrap_used)]
+
+mod order;
+
+use super::*;
+use crate::authz::{Caller, Role};
+use crate::billing_account::{self, BillingAccount};
+use crate::event::{Event, Reaction};
+use crate::id::AllocationId;
+use crate::invariant;
+use crate::ledger::{Posting, PostingKind};
+use crate::machine::{Command as _, Trace};
+use crate::money::{Micro, Price};
+use crate::policy::{PolicyBook, Scope, Value};
+use std::fmt::Write as _;
+use uuid::Uuid;
+
+fn eur() -> Currency {
+    Currency::parse("EUR").unwrap()
+}
+
+fn ann() -> Principal {
+    user("ann")
+}
+
+fn user(id: &str) -> Principal {
+    Principal::Caller(Caller {
+        user_id: id.to_owned(),
+        roles: [Role::User].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+        grant: None,
+        service_account: None,
+    })
+}
+
+fn payment_id(n: u128) -> PaymentId {
+    PaymentId(Uuid::from_u128(100 + n))
+}
+
+fn refund_id(n: u128) -> RefundId {
+    RefundId(Uuid::from_u128(200 + n))
+}
+
+/// What the processor calls the `n`th payment.
+fn intent(id: PaymentId) -> String {
+    format!("pi_{}", id.0.as_u128())
+}
+
+/// Ann's account, her payments, and what they have said to each other.
+struct World {
+    payments: BTreeMap<PaymentId, Payment>,
+    account: Option<BillingAccount>,
+    ledger: Vec<Posting>,
+    /// Said, and not heard.
+    bus: Vec<Event>,
+    errands: Vec<Errand>,
+    policy: PolicyBook,
+    now: Timestamp,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            payments: BTreeMap::new(),
+            account: None,
+            ledger: Vec::new(),
+            bus: Vec::new(),
+            errands: Vec::new(),
+            policy: PolicyBook::default(),
+            now: Timestamp::from_timestamp(1_800_000_000, 0).unwrap(),
+        }
+    }
+
+    /// With a payment that is open.
+    fn open(amount_minor: i64) -> Self {
+        let mut world = Self::new();
+        world.create(0, amount_minor);
+        world
+    }
+
+    /// With a payment that is in the account.
+    fn deposited(amount_minor: i64) -> Self {
+        let mut world = Self::open(amount_minor);
+        world.pay(0);
+        world.hear_all();
+        world
+    }
+
+    fn ctx<'a>(&'a self, by: &'a Principal, id: Uuid) -> Ctx<'a> {
+        Ctx {
+            now: self.now,
+            policy: &self.policy,
+            by,
+            correlation_id: "c",
+            trace: Trace::default(),
+            seed: 7,
+            id,
+            version: 1,
+        }
+    }
+
+    fn ask(&mut self, by: &Principal, id: PaymentId, command: Command) -> Result<(), Rejection> {
+        let step = Payment::decide(self.payments.get(&id), command, &self.ctx(by, id.0))?;
+        assert!(step.postings.is_empty());
+        let Some(next) = step.next else {
+            assert!(step.events.is_empty(), "what is not written is lost");
+            return Ok(());
+        };
+        assert!(invariant::i8_what_is_transient_has_an_end(&next, invariant::payment_is_transient(&next)), "{next:#?}");
+        assert!(invariant::i3_no_more_is_refunded_than_was_paid(&next), "{next:#?}");
+        self.bus.extend(step.events);
+        self.payments.insert(id, next);
+        Ok(())
+    }
+
+    fn tell(&mut self, n: u128, command: Command) -> Result<(), Rejection> {
+        self.ask(&Principal::system("test"), payment_id(n), command)
+    }
+
+    fn tell_account(&mut self, command: billing_account::Command) -> Result<(), billing_account::Rejection> {
+        let by = Principal::system("test");
+        let step = BillingAccount::decide(self.account.as_ref(), command, &self.ctx(&by, Uuid::from_u128(9)))?;
+        if step.next.is_none() {
+            assert!(step.events.is_empty() && step.postings.is_empty(), "what is not written is lost");
+            return Ok(());
+        }
+        self.ledger.extend(step.postings);
+        self.bus.extend(step.events);
+        self.account = step.next;
+        assert!(invariant::i3_the_balance_is_the_sum_of_its_entries(self.account.as_ref().unwrap(), &self.ledger));
+        Ok(())
+    }
+
+    fn hear(&mut self, event: &Event) {
+        match event.reaction() {
+            Reaction::Payment(id, command) => self.ask(&Principal::system("test"), id, command).unwrap(),
+            Reaction::Billing { command, .. } => self.tell_account(command).unwrap(),
+            Reaction::AskProcessor(errand) => self.errands.push(errand),
+            Reaction::Nothing => {}
+            // The allocations are not part of this world.
+            Reaction::Allocation(..) => {}
+            Reaction::Place(_)
+            | Reaction::Node(..)
+            | Reaction::Terminal(..)
+            | Reaction::ResolveLogins { .. }
+            | Reaction::TellLogins { .. }
+            | Reaction::CloseTerminals { .. }
+            | Reaction::Tenant { .. } => panic!("not of this world: {event:?}"),
+        }
+    }
+
+    fn hear_all(&mut self) {
+        while !self.bus.is_empty() {
+            let event = self.bus.remove(0);
+            self.hear(&event);
+        }
+    }
+
+    fn create_as(&mut self, n: u128, amount_minor: i64) -> Result<(), Rejection> {
+        let create = Command::Create {
+            account_id: BillingAccountId(Uuid::from_u128(9)),
+            holder: Holder::User("ann".into()),
+            payer: "ann".into(),
+            amount_minor,
+            currency: eur(),
+            success_url: "https://a.test/done".into(),
+            cancel_url: "https://a.test/back".into(),
+        };
+        self.ask(&ann(), payment_id(n), create)
+    }
+
+    fn create(&mut self, n: u128, amount_minor: i64) {
+        self.create_as(n, amount_minor).unwrap();
+        self.tell(n, Command::Opened { processor_id: intent(payment_id(n)) }).unwrap();
+    }
+
+    fn paid(&self, n: u128) -> Command {
+        let payment = &self.payments[&payment_id(n)];
+        Command::Paid {
+            processor_id: intent(payment.id),
+            amount_minor: payment.amount_minor,
+            currency: eur(),
+            charge_id: Some("ch_1".into()),
+        }
+    }
+
+    fn pay(&mut self, n: u128) {
+        let paid = self.paid(n);
+        self.tell(n, paid).unwrap();
+    }
+
+    fn refund(&mut self, n: u128, amount_minor: Option<i64>) -> Result<(), Rejection> {
+        let refund = Command::Refund { refund_id: refund_id(n), amount_minor, reason: "r".into() };
+        self.ask(&ann(), payment_id(0), refund)
+    }
+
+    fn refund_at(&mut self, n: u128, status: RefundStatus, amount_minor: i64) -> Result<(), Rejection> {
+        let processor_refund_id = format!("re_{n}");
+        self.tell(0, Command::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
+    }
+
+    fn reversed(&mut self, id: &str, what: What, amount_minor: i64) {
+        let command = Command::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
+        self.tell(0, command).unwrap();
+    }
+
+    fn it(&self) -> &Payment {
+        &self.payments[&payment_id(0)]
+    }
+
+    fn balance(&self) -> i64 {
+        self.account.as_ref().unwrap().balance.minor()
+    }
+
+    fn taking(&self, n: u128) -> &Taking {
+        &self.it().refunds[&refund_id(n)].taking
+    }
+
+    fn pass(&mut self, time: TimeDelta) {
+        self.now += time;
+        let ids: Vec<_> = self.payments.keys().copied().collect();
+        for id in ids {
+            self.ask(&Principal::system("test"), id, Command::Tick).unwrap();
+        }
+    }
+
+    fn use_up(&mut self, minor: i64) {
+        let reason = "used".to_owned();
+        self.tell_account(billing_account::Command::Adjust { amount_minor: -minor, currency: eur(), reason }).unwrap();
+    }
+
+    /// Rents what costs so much an hour.
+    fn rent(&mut self, n: u128, price: i64) {
+        let allocation_id = AllocationId(Uuid::from_u128(n));
+        let hold = billing_account::Command::Hold {
+            holder: Holder::User("ann".into()),
+            allocation_id,
+            user_id: "ann".into(),
+            price: Price::new("EUR", price).unwrap(),
+            gpu_count: 1,
+        };
+        self.tell_account(hold).unwrap();
+        let from = Some(self.now);
+        self.tell_account(billing_account::Command::Usage { allocation_id, from, until: None }).unwrap();
+    }
+}
+
+#[test]
+fn a_payment_is_paid_in_and_the_account_opened_by_it() {
+    let mut world = World::new();
+    world.create_as(0, 5_000).unwrap();
+    assert_eq!((world.it().state(), world.it().left_minor()), ("created", 0));
+    world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    assert_eq!(world.it().state(), "open");
+    let decline =
+        Command::NotPaid { processor_id: "pi_100".into(), outcome: Outcome::Declined, why: "card_declined".into() };
+    world.tell(0, decline).unwrap();
+    assert_eq!((world.it().state(), world.it().declined.as_deref()), ("open", Some("card_declined")));
+    world.pay(0);
+    assert_eq!(world.it().state(), "paid");
+    world.hear_all();
+    assert_eq!((world.it().state(), world.it().left_minor(), world.balance()), ("deposited", 5_000, 5_000));
+    assert_eq!(world.it().timer(), None, "nobody owes anything");
+    let posting = &world.ledger[0];
+    assert_eq!(
+        (posting.kind, posting.source.as_ref().unwrap().payment_id),
+        (PostingKind::Deposit, Some(payment_id(0)))
+    );
+}
+
+#[test]
+fn what_is_said_a_hundred_times_is_paid_in_once() {
+    let mut world = World::open(5_000);
+    for _ in 0..100 {
+        world.pay(0);
+        world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    }
+    let event = world.bus[0].clone();
+    for _ in 0..100 {
+        world.hear(&event);
+    }
+    world.hear_all();
+    for _ in 0..100 {
+        world.pay(0);
+        world.hear(&event);
+        world.hear_all();
+    }
+    assert_eq!((world.balance(), world.ledger.len(), world.it().state()), (5_000, 1, "deposited"));
+}
+
+#[test]
+fn a_deposit_lies_within_its_bounds() {
+    let mut world = World::new();
+    for amount in [i64::MIN, -1, 0, 999, 100_001, i64::MAX] {
+        assert_eq!(world.create_as(0, amount), Err(Rejection::Amount { min: 1_000, max: 100_000 }), "{amount}");
+    }
+    world.policy.set(Key::BillingMaximumDeposit, Scope::UserId("ann".into()), world.now, Value::Int(2_000)).unwrap();
+    assert_eq!(world.create_as(0, 2_001), Err(Rejection::Amount { min: 1_000, max: 2_000 }));
+    world.create_as(0, 2_000).unwrap();
+}
+
+#[test]
+fn what_was_paid_is_what_was_asked_for_and_is_paid_once() {
+    let mut world = World::open(5_000);
+    let paid = |amount_minor, currency: &str, processor_id: &str| Command::Paid {
+        processor_id: processor_id.into(),
+        amount_minor,
+        currency: Currency::parse(currency).unwrap(),
+        charge_id: None,
+    };
+    for (amount, currency) in [(4_999, "EUR"), (5_001, "EUR"), (5_000, "USD"), (-5_000, "EUR"), (i64::MAX, "EUR")] {
+        assert!(matches!(world.tell(0, paid(amount, currency, "pi_100")), Err(Rejection::Differs { .. })));
+    }
+    assert_eq!(world.it().state(), "open");
+    // What was opened may have been a session, and what is paid is the payment in it.
+    world.tell(0, paid(5_000, "EUR", "pi_7")).unwrap();
+    assert!(matches!(world.tell(0, paid(5_000, "EUR", "pi_8")), Err(Rejection::PaidTwice { .. })));
+    world.pay_charge("pi_7", "ch_7");
+    assert_eq!(world.it().charge_id.as_deref(), Some("ch_7"), "which one it was may be heard later");
+}
+
+impl World {
+    fn pay_charge(&mut self, processor_id: &str, charge: &str) {
+        let paid = Command::Paid {
+            processor_id: processor_id.into(),
+            amount_minor: self.it().amount_minor,
+            currency: eur(),
+            charge_id: Some(charge.into()),
+        };
+        self.tell(0, paid).unwrap();
+    }
+}
+
+#[test]
+fn whoever_pays_after_the_end_has_paid() {
+    for outcome in [Outcome::Canceled, Outcome::Expired] {
+        let mut world = World::open(5_000);
+        let end = Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
+        world.tell(0, end.clone()).unwrap();
+        assert_eq!(world.it().deadline(), None);
+        world.pay(0);
+        world.tell(0, end).unwrap();
+        world.hear_all();
+        assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
+    }
+    // The end of another one, opened by mistake, says nothing of this one.
+    let mut world = World::open(5_000);
+    let other = Command::NotPaid { processor_id: "pi_x".into(), outcome: Outcome::Canceled, why: "w".into() };
+    world.tell(0, other).unwrap();
+    assert_eq!(world.it().state(), "open");
+}
+
+#[test]
+fn what_is_not_answered_is_said_again_until_it_is() {
+    let mut world = World::new();
+    world.create_as(0, 5_000).unwrap();
+    assert!(world.bus.is_empty(), "whoever created it is opening it");
+    world.pass(TimeDelta::seconds(10));
+    assert!(matches!(world.bus.pop(), Some(Event::PaymentOpeningDue { .. })));
+    world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    world.pass(TimeDelta::seconds(9));
+    assert!(world.bus.is_empty());
+    world.pass(TimeDelta::seconds(1));
+    assert!(matches!(world.bus.pop(), Some(Event::PaymentCheckDue { is_over: false, .. })));
+    for _ in 0..30 {
+        world.pass(TimeDelta::hours(1));
+    }
+    let checks = std::mem::take(&mut world.bus);
+    assert!(matches!(checks.last(), Some(Event::PaymentCheckDue { is_over: true, .. })), "the time to pay is over");
+    world.pay(0);
+    // Its word is lost, twice.
+    world.bus.clear();
+    world.pass(TimeDelta::seconds(10));
+    world.bus.clear();
+    world.pass(TimeDelta::seconds(10));
+    world.hear_all();
+    assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
+    let mut lapsed = World::new();
+    lapsed.create_as(0, 5_000).unwrap();
+    lapsed.tell(0, Command::Lapse { why: "not there".into() }).unwrap();
+    assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
+    let opened = lapsed.tell(0, Command::Opened { processor_id: "pi_100".into() });
+    assert!(matches!(opened, Err(Rejection::Over { .. })), "whoever opened it too late must cancel it");
+}
+
+#[test]
+fn money_goes_back_to_its_payer_after_it_was_taken_from_the_account() {
+    let mut world = World::deposited(5_000);
+    world.refund(1, Some(2_000)).unwrap();
+    assert!(world.errands.is_empty(), "the account is asked first");
+    world.hear_all();
+    assert_eq!(world.balance(), 3_000);
+    let due = Errand::Refund {
+        payment_id: payment_id(0),
+        refund_id: refund_id(1),
+        processor_id: "pi_100".into(),
+        amount_minor: 2_000,
+        currency: eur(),
+    };
+    assert_eq!(world.errands, [due]);
+    world.refund_at(1, RefundStatus::Pending, 2_000).unwrap();
+    assert!(world.it().timer().is_some(), "it is looked after");
+    world.refund_at(1, RefundStatus::Succeeded, 2_000).unwrap();
+    world.refund_at(1, RefundStatus::Pending, 2_000).unwrap();
+    assert!(world.it().is_settled() && world.it().timer().is_none());
+    // By the same id it is the same refund, and all of the rest is what is left.
+    world.refund(1, Some(2_000)).unwrap();
+    assert_eq!(world.refund(2, Some(3_001)), Err(Rejection::MoreThanLeft { left: 3_000 }));
+    for amount in [0, -1, i64::MIN] {
+        assert_eq!(world.refund(2, Some(amount)), Err(Rejection::MoreThanLeft { left: 3_000 }));
+    }
+    world.refund(2, None).unwrap();
+    world.hear_all();
+    assert_eq!((world.balance(), world.it().left_minor()), (0, 0));
+    assert_eq!(world.refund(3, None), Err(Rejection::MoreThanLeft { left: 0 }));
+}
+
+#[test]
+fn a_refund_is_for_the_payer_alone_and_in_time() {
+    let mut world = World::open(5_000);
+    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "open".into() }));
+    world.pay(0);
+    world.hear_all();
+    let refund = Command::Refund { refund_id: refund_id(1), amount_minor: None, reason: "r".into() };
+    for other in [user("bob"), Principal::system("x")] {
+        assert_eq!(world.ask(&other, payment_id(0), refund.clone()), Err(Rejection::NotFound));
+    }
+    world.now += TimeDelta::days(30);
+    world.refund(1, Some(1)).unwrap();
+    world.now += TimeDelta::seconds(1);
+    assert_eq!(world.refund(2, Some(1)), Err(Rejection::TooLate { days: 30 }));
+    world.refund(1, Some(1)).unwrap();
+}
+
+#[test]
+fn what_is_spent_or_held_is_not_paid_back() {
+    let mut world = World::deposited(5_000);
+    world.use_up(1_000);
+    // A window costs 10, and the next one is kept for what runs.
+    world.rent(1, 600);
+    world.refund(1, Some(3_991)).unwrap();
+    world.hear_all();
+    assert!(matches!(world.taking(1), Taking::Refused { .. }));
+    assert_eq!((world.balance(), world.it().left_minor()), (4_000, 5_000), "what was refused is not gone");
+    world.refund(2, None).unwrap();
+    world.hear_all();
+    assert_eq!((world.balance(), world.taking(2)), (10, &Taking::Taken { amount_minor: 3_990 }));
+    // A refusal stays one, also if money has come in by the time it is asked again.
+    let asked = Event::RefundRequested {
+        payment_id: payment_id(0),
+        refund_id: refund_id(1),
+        holder: Holder::User("ann".into()),
+        amount_minor: 1,
+        is_exact: true,
+    };
+    world.create(1, 5_000);
+    world.pay(1);
+    world.hear_all();
+    world.hear(&asked);
+    world.hear_all();
+    assert_eq!(world.balance(), 5_010);
+}
+
+#[test]
+fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
+    for first in [None, Some(RefundStatus::Pending), Some(RefundStatus::Succeeded)] {
+        let mut world = World::deposited(5_000);
+        world.refund(1, Some(5_000)).unwrap();
+        world.hear_all();
+        if let Some(status) = first {
+            world.refund_at(1, status, 5_000).unwrap();
+        }
+        for _ in 0..100 {
+            world.refund_at(1, RefundStatus::Failed, 5_000).unwrap();
+        }
+        let failed = world.bus[0].clone();
+        for _ in 0..100 {
+            world.hear(&failed);
+        }
+        world.hear_all();
+        world.refund_at(1, RefundStatus::Succeeded, 5_000).unwrap();
+        world.hear_all();
+        assert_eq!((world.balance(), world.it().left_minor()), (5_000, 5_000), "{first:?}");
+        assert!(world.it().is_settled());
+    }
+    let mut world = World::deposited(5_000);
+    world.refund(1, Some(5_000)).unwrap();
+    assert_eq!(world.refund_at(1, RefundStatus::Succeeded, 5_000), Err(Rejection::RefundUnknown), "nothing was taken");
+    world.hear_all();
+    assert!(matches!(world.refund_at(1, RefundStatus::Succeeded, 4_999), Err(Rejection::Differs { .. })));
+}
+
+#[test]
+fn a_refund_at_the_processor_that_is_heard_of_before_the_payment_is_posted_after_it() {
+    let mut world = World::open(5_000);
+    for _ in 0..100 {
+        world.reversed("re_x", What::Refund, 5_000);
+    }
+    world.hear_all();
+    assert!(world.account.is_none());
+    world.pay(0);
+    world.hear_all();
+    assert_eq!((world.balance(), world.it().left_minor()), (0, 0));
+    let kinds: Vec<_> = world.ledger.iter().map(|posting| posting.kind).collect();
+    assert_eq!(kinds, [PostingKind::Deposit, PostingKind::Reversal]);
+}
+
+#[test]
+fn a_dispute_is_posted_in_full_ends_what_runs_and_is_posted_back_when_it_is_won() {
+    let mut world = World::deposited(5_000);
+    world.policy.set(Key::BillingDepletionGrace, Scope::Global, world.now, Value::Int(3_600)).unwrap();
+    world.use_up(1_000);
+    world.rent(1, 600);
+    world.reversed("dp_1", What::DisputeOpened, 5_000);
+    let reversed = world.bus[0].clone();
+    world.hear(&reversed);
+    assert_eq!(world.balance(), -1_000);
+    let uncovered = |event: &&Event| matches!(event, Event::AllocationUncovered { .. });
+    assert_eq!(world.bus.iter().filter(uncovered).count(), 1, "there is no grace for what was taken back");
+    assert_eq!(world.account.as_ref().unwrap().state(), "depleted");
+    world.hear(&reversed);
+    world.hear_all();
+    assert_eq!((world.balance(), world.it().left_minor()), (-1_000, 0));
+    for _ in 0..10 {
+        world.reversed("dp_1", What::DisputeWon, 5_000);
+        world.reversed("dp_1", What::DisputeOpened, 5_000);
+        world.hear_all();
+    }
+    assert_eq!((world.balance(), world.it().left_minor()), (4_000, 5_000));
+    assert!(world.it().is_settled());
+    // One that was won before it was heard of was never there.
+    world.reversed("dp_2", What::DisputeWon, 5_000);
+    world.reversed("dp_2", What::DisputeOpened, 5_000);
+    world.hear_all();
+    assert_eq!(world.balance(), 4_000);
+}
+
+#[test]
+fn a_reversal_that_leaves_enough_ends_nothing() {
+    let mut world = World::deposited(5_000);
+    world.rent(1, 600);
+    world.reversed("re_1", What::Refund, 1_000);
+    world.hear_all();
+    assert_eq!((world.balance(), world.account.as_ref().unwrap().state()), (4_000, "open"));
+    let before = world.it().clone();
+    for (amount, currency) in [(999, "EUR"), (1_000, "USD")] {
+        let currency = Currency::parse(currency).unwrap();
+        let command =
+            Command::Reversed { reversal_id: "re_1".into(), what: What::Refund, amount_minor: amount, currency };
+        assert!(matches!(world.tell(0, command), Err(Rejection::Differs { .. })));
+    }
+    for amount_minor in [0, -1, i64::MIN, i64::MAX] {
+        let command =
+            Command::Reversed { reversal_id: "re_2".into(), what: What::Refund, amount_minor, currency: eur() };
+        assert!(matches!(world.tell(0, command), Err(Rejection::Amount { .. })));
+    }
+    assert_eq!(world.it(), &before);
+}
+
+#[test]
+fn a_refund_of_ours_that_was_heard_of_as_somebody_elses_is_taken_once() {
+    let mut world = World::deposited(5_000);
+    world.refund(1, Some(2_000)).unwrap();
+    world.hear_all();
+    world.reversed("re_1", What::Refund, 2_000);
+    world.hear_all();
+    assert_eq!(world.balance(), 1_000, "taken twice, for a moment");
+    world.refund_at(1, RefundStatus::Succeeded, 2_000).unwrap();
+    world.hear_all();
+    world.reversed("re_1", What::Refund, 2_000);
+    world.hear_all();
+    assert_eq!((world.balance(), world.it().left_minor()), (3_000, 3_000));
+}
+
+/// A payment in each state that is told apart, by name.
+fn every_state() -> Vec<(&'static str, World)> {
+    let mut created = World::new();
+    created.create_as(0, 5_000).unwrap();
+    let open = World::open(5_000);
+    let mut paid = World::open(5_000);
+    paid.pay(0);
+    let ended = |outcome| {
+        let mut world = World::open(5_000);
+        world.tell(0, Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() }).unwrap();
+        world
+    };
+    let asked = || {
+        let mut world = World::deposited(5_000);
+        world.refund(1, Some(2_000)).unwrap();
+        world
+    };
+    let taken = || {
+        let mut world = asked();
+        world.hear_all();
+        world
+    };
+    let mut failed = taken();
+    failed.refund_at(1, RefundStatus::Failed, 2_000).unwrap();
+    let mut reversed = World::deposited(5_000);
+    reversed.reversed("dp_1", What::DisputeOpened, 5_000);
+    vec![
+        ("created", created),
+        ("open", open),
+        ("paid", paid),
+        ("deposited", World::deposited(5_000)),
+        ("refund asked", asked()),
+        ("refund taken", taken()),
+        ("refund failed", failed),
+        ("reversed", reversed),
+        ("canceled", ended(Outcome::Canceled)),
+        ("expired", ended(Outcome::Expired)),
+    ]
+}
+
+fn every_command(world: &World) -> Vec<(&'static str, Command)> {
+    let not_paid = |outcome| Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
+    let refund_at = |status| Command::RefundAt {
+        refund_id: refund_id(1),
+        processor_refund_id: "re_1".into(),
+        status,
+        amount_minor: 2_000,
+    };
+    let reversed = |what| Command::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur() };
+    vec![
+        ("opened", Command::Opened { processor_id: "pi_100".into() }),
+        ("lapse", Command::Lapse { why: "w".into() }),
+        ("paid", world.paid(0)),
+        ("declined", not_paid(Outcome::Declined)),
+        ("canceled", not_paid(Outcome::Canceled)),
+        ("expired", not_paid(Outcome::Expired)),
+        ("deposited", Command::Deposited),
+        ("refund", Command::Refund { refund_id: refund_id(2), amount_minor: Some(1_000), reason: "r".into() }),
+        ("refund taken", Command::RefundTaken { refund_id: refund_id(1), amount_minor: 2_000 }),
+        ("refund refused", Command::RefundRefused { refund_id: refund_id(1), why: "w".into() }),
+        ("refund pending", refund_at(RefundStatus::Pending)),
+        ("refund succeeded", refund_at(RefundStatus::Succeeded)),
+        ("refund failed", refund_at(RefundStatus::Failed)),
+        ("given back", Command::GivenBack { refund_id: refund_id(1) }),
+        ("dispute opened", reversed(What::DisputeOpened)),
+        ("dispute won", reversed(What::DisputeWon)),
+        ("posted", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: false }),
+        ("posted back", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true }),
+        ("tick", Command::Tick),
+    ]
+}
+
+#[test]
+fn every_command_in_every_state_does_what_was_reviewed() {
+    let mut table = String::new();
+    for (name, mut world) in every_state() {
+        world.now += TimeDelta::minutes(1);
+        writeln!(table, "{name}").unwrap();
+        for (does, command) in every_command(&world) {
+            let by = if matches!(command, Command::Refund { .. }) { ann() } else { Principal::system("test") };
+            assert!(!command.name().is_empty());
+            let so = match Payment::decide(Some(world.it()), command, &world.ctx(&by, payment_id(0).0)) {
+                Err(rejection) => format!("refused: {rejection}"),
+                Ok(Step { next: None, .. }) => "nothing".to_owned(),
+                Ok(step) => {
+                    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+                    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
+                    let next = step.next.unwrap();
+                    format!("{}, left {} {} {}", next.state(), next.left_minor(), said.join(" "), audited.join(" "))
+                }
+            };
+            writeln!(table, "  {does}: {}", so.trim_end()).unwrap();
+        }
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn every_state_that_must_end_says_until_when_and_why() {
+    let mut table = String::new();
+    for (name, world) in every_state() {
+        let begun = world.now;
+        let ends = world.it().deadline().map_or("may last".to_owned(), |deadline| {
+            format!("{} s: {}", (deadline.at - begun).num_seconds(), deadline.reason)
+        });
+        writeln!(table, "{name}: {ends}").unwrap();
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn a_payment_decodes_to_itself() {
+    for (_, world) in every_state() {
+        let kept = serde_json::to_string(world.it()).unwrap();
+        assert_eq!(&serde_json::from_str::<Payment>(&kept).unwrap(), world.it());
+    }
+}
+
+#[test]
+fn a_sum_of_micros_is_a_sum_of_minors() {
+    let world = World::deposited(5_000);
+    assert_eq!(world.account.unwrap().balance, Micro::of_minor(5_000).unwrap());
+}

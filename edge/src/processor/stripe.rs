@@ -1,0 +1,409 @@
+//! The processor over Stripe's API, and over whatever speaks it.
+//!
+//! Requests are forms, answers JSON. Only what is used of an answer is read; the rest may be there or not, so that another
+//! processor of the same API, or another version of it, will do.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use futures::FutureExt as _;
+use reqwest::{Client, Method, StatusCode, Url, redirect};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+use super::{
+    Answer, Before, Checkout, Dispute, Opened, Processor, ProcessorError, RefundRequest, RefundStanding, Standing,
+};
+use crate::outward::{body_of, broken, is_secure};
+use domain::PaymentId;
+use objects::{Charge, Envelope, Failure, Intent, List, Session};
+
+pub(crate) mod objects;
+
+/// The version of the API that these shapes are of.
+const VERSION: &str = "2024-06-20";
+
+/// For a whole request. The processor's own bound is longer; whoever waits comes again.
+const REQUEST_WITHIN: Duration = Duration::from_secs(10);
+const CONNECT_WITHIN: Duration = Duration::from_secs(3);
+
+/// A page of a hundred objects, with room to spare.
+const MAX_BYTES: usize = 4 * 1024 * 1024;
+
+/// As many as the processor gives at once.
+const PAGE: &str = "100";
+/// What lies further back is too much for one look.
+const MOST_PAGES: usize = 100;
+
+/// Where and how payments are made.
+#[derive(Clone, Debug)]
+pub struct StripeSettings {
+    /// Where the API is; HTTPS, or HTTP on this machine.
+    pub api_base: String,
+    pub secret_key: SecretString,
+    pub checkout: CheckoutPage,
+    /// Authorities for the processor's certificate in PEM, where the system's do not know it.
+    pub authorities_pem: Option<String>,
+}
+
+/// Where a user pays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckoutPage {
+    /// On the processor's own page (Checkout Sessions).
+    Sessions,
+    /// On ours (PaymentIntents), where the processor has none.
+    Ours,
+}
+
+/// Why there is no client.
+#[derive(Debug, Error)]
+pub enum StripeError {
+    #[error("{0} is no https address (http only on this machine)")]
+    Insecure(String),
+    #[error("the client for the payment processor cannot be made: {0}")]
+    Client(String),
+}
+
+/// Asks Stripe, or what speaks as it does.
+pub struct Stripe {
+    base: Url,
+    secret_key: SecretString,
+    checkout: CheckoutPage,
+    client: Client,
+}
+
+impl Stripe {
+    /// # Errors
+    /// Where the address is not on HTTPS, or the authorities cannot be read.
+    pub fn new(settings: StripeSettings) -> Result<Self, StripeError> {
+        let base = settings.api_base.trim_end_matches('/');
+        let insecure = || StripeError::Insecure(base.chars().take(200).collect());
+        let base = Url::parse(base).ok().filter(|_| is_secure(base)).ok_or_else(insecure)?;
+        let mut client = Client::builder()
+            .timeout(REQUEST_WITHIN)
+            .connect_timeout(CONNECT_WITHIN)
+            .redirect(redirect::Policy::none());
+        if let Some(pem) = &settings.authorities_pem {
+            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
+                .map_err(|error| StripeError::Client(error.to_string()))?;
+            client = client.tls_certs_merge(authorities);
+        }
+        let client = client.build().map_err(|error| StripeError::Client(error.to_string()))?;
+        Ok(Self { base, secret_key: settings.secret_key, checkout: settings.checkout, client })
+    }
+
+    async fn open(&self, wanted: &Checkout) -> Result<Opened, ProcessorError> {
+        let before = match &wanted.before {
+            Before::Nothing => None,
+            Before::Since(since) => self.find(wanted.payment_id, *since).await?,
+            Before::Known(processor_id) => Some(self.open_under(processor_id).await?),
+        };
+        match before {
+            Some(opened) => Ok(opened),
+            None => self.make(wanted).await,
+        }
+    }
+
+    async fn open_under(&self, processor_id: &str) -> Result<Opened, ProcessorError> {
+        let opened = if objects::is_session(processor_id) {
+            let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
+            session.map(Session::opened).transpose()?
+        } else {
+            let intent: Option<Intent> = self.get_one("/v1/payment_intents", processor_id, &[]).await?;
+            intent.map(Intent::opened).transpose()?
+        };
+        opened.ok_or_else(|| refused(Some(NOT_THERE.to_owned()), format!("{processor_id} is not there")))
+    }
+
+    async fn make(&self, wanted: &Checkout) -> Result<Opened, ProcessorError> {
+        let (payment_id, amount) = (wanted.payment_id.to_string(), wanted.amount_minor.to_string());
+        let currency = wanted.currency.as_str().to_lowercase();
+        // Repeated within a day, the same object is answered.
+        let once = format!("payment-{payment_id}");
+        match self.checkout {
+            CheckoutPage::Ours => {
+                let form = [
+                    ("amount", amount.as_str()),
+                    ("currency", &currency),
+                    ("payment_method_types[0]", "card"),
+                    ("metadata[payment_id]", &payment_id),
+                ];
+                self.post::<Intent>("/v1/payment_intents", &form, &once).await?.opened()
+            }
+            CheckoutPage::Sessions => {
+                let form = [
+                    ("mode", "payment"),
+                    ("client_reference_id", payment_id.as_str()),
+                    ("success_url", &wanted.success_url),
+                    ("cancel_url", &wanted.cancel_url),
+                    ("line_items[0][quantity]", "1"),
+                    ("line_items[0][price_data][currency]", &currency),
+                    ("line_items[0][price_data][unit_amount]", &amount),
+                    ("line_items[0][price_data][product_data][name]", "Prepaid GPU time"),
+                    ("metadata[payment_id]", &payment_id),
+                    ("payment_intent_data[metadata][payment_id]", &payment_id),
+                ];
+                self.post::<Session>("/v1/checkout/sessions", &form, &once).await?.opened()
+            }
+        }
+    }
+
+    async fn find(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Result<Option<Opened>, ProcessorError> {
+        let is_it = |found: Option<PaymentId>| found == Some(payment_id);
+        match self.checkout {
+            CheckoutPage::Ours => {
+                let intents: Vec<Intent> = self.all("/v1/payment_intents", &[], since).await?;
+                intents.into_iter().find(|intent| is_it(intent.payment_id())).map(Intent::opened).transpose()
+            }
+            CheckoutPage::Sessions => {
+                let sessions: Vec<Session> = self.all("/v1/checkout/sessions", &[], since).await?;
+                sessions.into_iter().find(|session| is_it(session.payment_id())).map(Session::opened).transpose()
+            }
+        }
+    }
+
+    async fn standing(&self, processor_id: &str) -> Result<Option<Standing>, ProcessorError> {
+        if objects::is_session(processor_id) {
+            let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
+            return session.map(Session::standing).transpose();
+        }
+        if objects::is_charge(processor_id) {
+            let expand = [("expand[]", "payment_intent")];
+            let charge: Option<Charge> = self.get_one("/v1/charges", processor_id, &expand).await?;
+            return match charge {
+                Some(charge) => of_charge(charge).map(Some),
+                None => Ok(None),
+            };
+        }
+        let intent: Option<Intent> = self.get_one("/v1/payment_intents", processor_id, &[]).await?;
+        intent.map(Intent::standing).transpose()
+    }
+
+    async fn end(&self, processor_id: &str) -> Result<Option<Standing>, ProcessorError> {
+        let (of, how) = if objects::is_session(processor_id) {
+            ("/v1/checkout/sessions", "expire")
+        } else {
+            ("/v1/payment_intents", "cancel")
+        };
+        let path = format!("{of}/{}/{how}", segment(processor_id)?);
+        match self.post::<serde_json::Value>(&path, &[], &format!("{how}-{processor_id}")).await {
+            // It may be paid, or ended before: what it is, is asked.
+            Ok(_) | Err(ProcessorError::Refused { .. }) => self.standing(processor_id).await,
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The intent that the money of a payment is under.
+    async fn intent_of(&self, processor_id: &str) -> Result<String, ProcessorError> {
+        if !objects::is_session(processor_id) {
+            return Ok(processor_id.to_owned());
+        }
+        let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
+        session.and_then(|session| session.payment_intent).map(|intent| intent.id().to_owned()).ok_or_else(|| {
+            let why = format!("nothing was paid under {processor_id}");
+            ProcessorError::Refused { code: None, why }
+        })
+    }
+
+    async fn give_back(&self, wanted: &RefundRequest) -> Result<RefundStanding, ProcessorError> {
+        let (refund_id, amount) = (wanted.refund_id.to_string(), wanted.amount_minor.to_string());
+        let intent = self.intent_of(&wanted.processor_id).await?;
+        // No reason: the processor has its own list of them, and ours may be anything.
+        let form = [("payment_intent", intent.as_str()), ("amount", &amount), ("metadata[refund_id]", &refund_id)];
+        let refund = self.post::<objects::Refund>("/v1/refunds", &form, &format!("refund-{refund_id}")).await?;
+        refund.standing()
+    }
+
+    async fn given_back(&self, processor_id: &str) -> Result<Vec<RefundStanding>, ProcessorError> {
+        let intent = self.intent_of(processor_id).await?;
+        let refunds: Vec<objects::Refund> =
+            self.all("/v1/refunds", &[("payment_intent", &intent)], DateTime::UNIX_EPOCH).await?;
+        refunds.into_iter().map(objects::Refund::standing).collect()
+    }
+
+    async fn paid_since(&self, since: DateTime<Utc>) -> Result<Vec<Standing>, ProcessorError> {
+        let after = since.timestamp().saturating_sub(1).to_string();
+        let query = [("created[gt]", after.as_str()), ("expand[]", "data.payment_intent")];
+        let charges: Vec<Charge> = self.all("/v1/charges", &query, since).await?;
+        charges.into_iter().filter(Charge::is_paid).map(of_charge).collect()
+    }
+
+    async fn disputed_since(&self, since: DateTime<Utc>) -> Result<Vec<Dispute>, ProcessorError> {
+        match self.all::<objects::Dispute>("/v1/disputes", &[], since).await {
+            Ok(disputes) => disputes.into_iter().map(objects::Dispute::standing).collect(),
+            // A processor without them has none.
+            Err(ProcessorError::Refused { code: Some(code), .. }) if code == NO_SUCH_ROUTE => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The objects that were made at or after `since`, page after page. Processors list the newest first, and some the oldest.
+    async fn all<T: DeserializeOwned + objects::Listed>(
+        &self,
+        path: &str,
+        query: &[(&str, &str)],
+        since: DateTime<Utc>,
+    ) -> Result<Vec<T>, ProcessorError> {
+        let (mut found, mut after) = (Vec::new(), None::<String>);
+        for _ in 0..MOST_PAGES {
+            let mut query = query.to_vec();
+            query.push(("limit", PAGE));
+            query.extend(after.as_deref().map(|after| ("starting_after", after)));
+            let page: List<T> = self.get(path, &query).await?;
+            let (first, last) = match (page.data.first(), page.data.last()) {
+                (Some(first), Some(last)) => (first.created(), last.created()),
+                _ => return Ok(found),
+            };
+            after = page.data.last().map(|last| last.id().to_owned());
+            let is_past = last < since.timestamp() && last < first;
+            found.extend(page.data.into_iter().filter(|object| object.created() >= since.timestamp()));
+            if is_past || !page.has_more {
+                return Ok(found);
+            }
+        }
+        Err(ProcessorError::Later(format!("{path} lists more than can be looked through since {since}")))
+    }
+
+    async fn get_one<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        id: &str,
+        query: &[(&str, &str)],
+    ) -> Result<Option<T>, ProcessorError> {
+        match self.get(&format!("{path}/{}", segment(id)?), query).await {
+            Ok(object) => Ok(Some(object)),
+            Err(ProcessorError::Refused { code: Some(code), .. }) if code == NOT_THERE => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn get<T: DeserializeOwned>(&self, path: &str, query: &[(&str, &str)]) -> Result<T, ProcessorError> {
+        let request = self.request(Method::GET, path).query(query);
+        self.send(request, false).await
+    }
+
+    async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        form: &[(&str, &str)],
+        once: &str,
+    ) -> Result<T, ProcessorError> {
+        let request = self.request(Method::POST, path).header("idempotency-key", once).form(form);
+        self.send(request, true).await
+    }
+
+    fn request(&self, method: Method, path: &str) -> reqwest::RequestBuilder {
+        let mut url = self.base.clone();
+        url.set_path(&format!("{}{path}", self.base.path().trim_end_matches('/')));
+        self.client.request(method, url).bearer_auth(self.secret_key.expose_secret()).header("stripe-version", VERSION)
+    }
+
+    /// `acts`: whether something may have been done by the time that the answer is lost.
+    async fn send<T: DeserializeOwned>(
+        &self,
+        request: reqwest::RequestBuilder,
+        acts: bool,
+    ) -> Result<T, ProcessorError> {
+        let unsure = |why: String| if acts { ProcessorError::Unknown(why) } else { ProcessorError::Later(why) };
+        let response = match request.send().await {
+            Ok(response) => response,
+            Err(error) if error.is_connect() => return Err(ProcessorError::Later(broken(error))),
+            Err(error) => return Err(unsure(broken(error))),
+        };
+        let status = response.status();
+        let body = body_of(response, MAX_BYTES).await.map_err(unsure)?;
+        if status.is_success() {
+            return serde_json::from_slice(&body)
+                .map_err(|error| unsure(format!("the answer cannot be read: {error}")));
+        }
+        let Failure { code, message } = match serde_json::from_slice::<Envelope>(&body) {
+            Ok(envelope) => envelope.error,
+            Err(_) => Failure { code: None, message: None },
+        };
+        let why = format!("status {}: {}", status.as_u16(), words(&message));
+        Err(match status {
+            // Another request under this key is on its way.
+            StatusCode::CONFLICT => unsure(why),
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                ProcessorError::Later(format!("it does not admit SVC_PAYMENTS_SECRET_KEY: {why}"))
+            }
+            StatusCode::TOO_MANY_REQUESTS => ProcessorError::Later(why),
+            StatusCode::NOT_FOUND if message.is_none() => refused(Some(NO_SUCH_ROUTE.to_owned()), why),
+            StatusCode::NOT_FOUND => refused(code.or_else(|| Some(NOT_THERE.to_owned())), why),
+            _ if status.is_client_error() => refused(code, why),
+            _ => unsure(why),
+        })
+    }
+}
+
+/// The payment that a charge is of; its intent was asked for with it.
+fn of_charge(charge: Charge) -> Result<Standing, ProcessorError> {
+    match charge.payment_intent {
+        Some(objects::Ref::Whole(intent)) => intent.standing(),
+        Some(objects::Ref::Id(_)) => Err(ProcessorError::Later("an intent was not expanded".to_owned())),
+        None => charge.standing(),
+    }
+}
+
+/// As Stripe names it.
+const NOT_THERE: &str = "resource_missing";
+/// What speaks Stripe's API may not have all of it.
+const NO_SUCH_ROUTE: &str = "no_such_route";
+
+fn refused(code: Option<String>, why: String) -> ProcessorError {
+    ProcessorError::Refused { code, why }
+}
+
+/// What the processor says, for a log line: bounded, on one line.
+fn words(message: &Option<String>) -> String {
+    let message = message.as_deref().unwrap_or("no reason given");
+    message.chars().filter(|c| !c.is_control()).take(300).collect()
+}
+
+/// An id as one segment of a path. Ids come from webhooks, too.
+fn segment(id: &str) -> Result<&str, ProcessorError> {
+    if objects::is_id(id) { Ok(id) } else { Err(refused(None, "that is no id of the processor's".to_owned())) }
+}
+
+impl Processor for Stripe {
+    fn checkout<'a>(&'a self, wanted: &'a Checkout) -> Answer<'a, Opened> {
+        self.open(wanted).boxed()
+    }
+
+    fn find_payment(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Answer<'_, Option<Opened>> {
+        self.find(payment_id, since).boxed()
+    }
+
+    fn payment<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>> {
+        self.standing(processor_id).boxed()
+    }
+
+    fn cancel<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>> {
+        self.end(processor_id).boxed()
+    }
+
+    fn refund<'a>(&'a self, wanted: &'a RefundRequest) -> Answer<'a, RefundStanding> {
+        self.give_back(wanted).boxed()
+    }
+
+    fn refunds_of<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Vec<RefundStanding>> {
+        self.given_back(processor_id).boxed()
+    }
+
+    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
+        self.paid_since(since).boxed()
+    }
+
+    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
+        async move {
+            let refunds: Vec<objects::Refund> = self.all("/v1/refunds", &[], since).await?;
+            refunds.into_iter().map(objects::Refund::standing).collect()
+        }
+        .boxed()
+    }
+
+    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
+        self.disputed_since(since).boxed()
+    }
+}

@@ -1,0 +1,413 @@
+//! The requests are those that Stripe documents, and its answers, written down, are understood; so are those of others who speak so.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use super::stripe::{CheckoutPage, Stripe, StripeError, StripeSettings};
+use super::*;
+use serde_json::{Value, json};
+use uuid::Uuid;
+use wiremock::matchers::{method, path, query_param, query_param_is_missing};
+use wiremock::{Match, Mock, MockServer, Request, ResponseTemplate};
+
+const PAYMENT: PaymentId = PaymentId(Uuid::from_u128(7));
+const REFUND: RefundId = RefundId(Uuid::from_u128(8));
+
+fn client(server: &MockServer, checkout: CheckoutPage) -> Stripe {
+    client_at(&server.uri(), checkout)
+}
+
+fn client_at(address: &str, checkout: CheckoutPage) -> Stripe {
+    crate::testing::install_crypto();
+    let settings = StripeSettings {
+        api_base: address.to_owned(),
+        secret_key: "sk_test_0123456789".into(),
+        checkout,
+        authorities_pem: None,
+    };
+    Stripe::new(settings).unwrap()
+}
+
+fn wanted() -> Checkout {
+    Checkout {
+        payment_id: PAYMENT,
+        amount_minor: 2500,
+        currency: Currency::parse("EUR").unwrap(),
+        success_url: "https://shop.example/paid?a=1&b=2".into(),
+        cancel_url: "https://shop.example/later".into(),
+        before: Before::Nothing,
+    }
+}
+
+fn intent(id: &str, status: &str) -> Value {
+    json!({
+        "id": id, "object": "payment_intent", "amount": 2500, "amount_received": 0, "currency": "eur", "status": status,
+        "created": 1_700_000_000, "client_secret": format!("{id}_secret_x"), "metadata": {"payment_id": PAYMENT},
+        "latest_charge": null, "last_payment_error": null,
+    })
+}
+
+fn list(data: &[Value], has_more: bool) -> Value {
+    json!({"object": "list", "data": data, "has_more": has_more, "url": "/v1/things"})
+}
+
+async fn answers(server: &MockServer, verb: &str, at: &str, status: u16, body: &Value) {
+    let answer = ResponseTemplate::new(status).set_body_json(body);
+    Mock::given(method(verb)).and(path(at)).respond_with(answer).mount(server).await;
+}
+
+/// What was asked, as a form is written: sorted, so that it can be compared.
+async fn form_of_only_request(server: &MockServer) -> (Request, Vec<(String, String)>) {
+    let request = server.received_requests().await.unwrap().pop().unwrap();
+    let mut form: Vec<(String, String)> =
+        reqwest::Url::parse(&format!("http://x/?{}", String::from_utf8(request.body.clone()).unwrap()))
+            .unwrap()
+            .query_pairs()
+            .into_owned()
+            .collect();
+    form.sort();
+    (request, form)
+}
+
+fn pairs(of: &[(&str, &str)]) -> Vec<(String, String)> {
+    of.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
+
+#[tokio::test]
+async fn an_intent_is_opened_as_documented_with_our_id_and_a_key() {
+    let server = MockServer::start().await;
+    answers(&server, "POST", "/v1/payment_intents", 200, &intent("pi_1", "requires_payment_method")).await;
+    let opened = client(&server, CheckoutPage::Ours).checkout(&wanted()).await.unwrap();
+    assert_eq!(opened.processor_id, "pi_1");
+    assert!(matches!(opened.way, Way::Page { .. }));
+    assert!(!format!("{opened:?}").contains("secret_x"), "the payer's secret is not for logs");
+    let url = opened.url("https://gpu.example/", PAYMENT).unwrap();
+    assert_eq!(url, format!("https://gpu.example/billing/checkout/{PAYMENT}#pi_1_secret_x"));
+    let (request, form) = form_of_only_request(&server).await;
+    let id = PAYMENT.to_string();
+    let expected =
+        [("amount", "2500"), ("currency", "eur"), ("metadata[payment_id]", &id), ("payment_method_types[0]", "card")];
+    assert_eq!(form, pairs(&expected));
+    assert_eq!(request.headers["authorization"], "Bearer sk_test_0123456789");
+    assert_eq!(request.headers["idempotency-key"], format!("payment-{id}").as_str());
+    assert_eq!(request.headers["stripe-version"], "2024-06-20");
+}
+
+#[tokio::test]
+async fn a_session_is_opened_as_documented_and_its_intent_says_whose_it_is() {
+    let server = MockServer::start().await;
+    // As Stripe's reference shows the answer to *Create a Session*, shortened.
+    let session = json!({
+        "id": "cs_test_a11YYufWQzNY63zpQ6QSNRQhkUpVph4WRmzW0zWJO2znZKdVujZ0N0S22u", "object": "checkout.session",
+        "amount_total": 2500, "client_reference_id": PAYMENT, "created": 1_679_600_215, "currency": "eur",
+        "metadata": {"payment_id": PAYMENT}, "mode": "payment", "payment_intent": null, "payment_status": "unpaid",
+        "status": "open", "success_url": "https://shop.example/paid?a=1&b=2",
+        "url": "https://checkout.stripe.com/c/pay/cs_test_a11YYufWQzNY63zpQ6QSNRQhkUpVph4WRmzW0zWJO2znZKdVujZ0N0S22u",
+    });
+    answers(&server, "POST", "/v1/checkout/sessions", 200, &session).await;
+    let opened = client(&server, CheckoutPage::Sessions).checkout(&wanted()).await.unwrap();
+    assert!(matches!(opened.way, Way::Hosted { url } if url.starts_with("https://checkout.stripe.com/c/pay/cs_")));
+    let (_, form) = form_of_only_request(&server).await;
+    let id = PAYMENT.to_string();
+    let expected = [
+        ("cancel_url", "https://shop.example/later"),
+        ("client_reference_id", &id),
+        ("line_items[0][price_data][currency]", "eur"),
+        ("line_items[0][price_data][product_data][name]", "Prepaid GPU time"),
+        ("line_items[0][price_data][unit_amount]", "2500"),
+        ("line_items[0][quantity]", "1"),
+        ("metadata[payment_id]", &id),
+        ("mode", "payment"),
+        ("payment_intent_data[metadata][payment_id]", &id),
+        ("success_url", "https://shop.example/paid?a=1&b=2"),
+    ];
+    assert_eq!(form, pairs(&expected));
+}
+
+#[tokio::test]
+async fn a_payment_stands_as_its_intent_says() {
+    let with = |status: &str, more: Value| {
+        let mut intent = intent("pi_1", status);
+        intent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        intent
+    };
+    let declined = json!({"last_payment_error": {"code": "card_declined", "message": "Your card was declined."}});
+    let charged = json!({"latest_charge": "ch_1", "amount_received": 2400});
+    // localstripe puts the whole charge there, and does not say what was received.
+    let expanded = json!({"latest_charge": {"id": "ch_1", "object": "charge"}, "amount_received": null});
+    let paid = || Status::Paid { charge_id: Some("ch_1".into()) };
+    for (intent, status, amount_minor) in [
+        (with("requires_payment_method", json!({})), Status::Open, 2500),
+        (with("requires_action", json!({})), Status::Open, 2500),
+        (with("requires_payment_method", declined), Status::Declined { why: "card_declined".into() }, 2500),
+        (with("processing", json!({})), Status::Processing, 2500),
+        (with("canceled", json!({})), Status::Canceled, 2500),
+        (with("succeeded", charged), paid(), 2400),
+        (with("succeeded", expanded), paid(), 2500),
+    ] {
+        let server = MockServer::start().await;
+        answers(&server, "GET", "/v1/payment_intents/pi_1", 200, &intent).await;
+        let standing = client(&server, CheckoutPage::Ours).payment("pi_1").await.unwrap().unwrap();
+        assert_eq!((standing.status, standing.amount_minor), (status, amount_minor), "{intent}");
+        assert_eq!((standing.payment_id, standing.currency.as_str()), (Some(PAYMENT), "EUR"));
+    }
+}
+
+#[tokio::test]
+async fn the_page_the_intent_and_the_charge_lead_to_one_payment() {
+    let server = MockServer::start().await;
+    let mut paid = intent("pi_1", "succeeded");
+    paid["latest_charge"] = "ch_1".into();
+    answers(&server, "GET", "/v1/payment_intents/pi_1", 200, &paid).await;
+    let charge =
+        json!({"id": "ch_1", "amount": 2500, "currency": "eur", "status": "succeeded", "payment_intent": paid});
+    Mock::given(path("/v1/charges/ch_1"))
+        .and(query_param("expand[]", "payment_intent"))
+        .respond_with(ResponseTemplate::new(200).set_body_json(charge))
+        .mount(&server)
+        .await;
+    let session = |status: &str, payment_status: &str| {
+        json!({
+            "id": "cs_1", "amount_total": 2500, "currency": "eur", "status": status, "payment_status": payment_status,
+            "client_reference_id": PAYMENT, "payment_intent": "pi_1", "url": null,
+        })
+    };
+    answers(&server, "GET", "/v1/checkout/sessions/cs_1", 200, &session("complete", "paid")).await;
+    let ours = client(&server, CheckoutPage::Sessions);
+    for id in ["pi_1", "ch_1", "cs_1"] {
+        let standing = ours.payment(id).await.unwrap().unwrap();
+        assert_eq!((standing.processor_id.as_str(), standing.payment_id), ("pi_1", Some(PAYMENT)), "{id}");
+        assert!(matches!(standing.status, Status::Paid { .. }), "{id}");
+    }
+    for (status, payment_status, expected) in [
+        ("open", "unpaid", Status::Open),
+        ("complete", "unpaid", Status::Processing),
+        ("expired", "unpaid", Status::Expired),
+    ] {
+        let server = MockServer::start().await;
+        answers(&server, "GET", "/v1/checkout/sessions/cs_1", 200, &session(status, payment_status)).await;
+        let standing = client(&server, CheckoutPage::Sessions).payment("cs_1").await.unwrap().unwrap();
+        assert_eq!((standing.processor_id.as_str(), standing.status), ("cs_1", expected));
+    }
+}
+
+#[tokio::test]
+async fn what_was_opened_before_is_not_opened_twice() {
+    let server = MockServer::start().await;
+    let ours = intent("pi_1", "requires_payment_method");
+    answers(&server, "GET", "/v1/payment_intents", 200, &list(&[ours], false)).await;
+    answers(&server, "GET", "/v1/payment_intents/pi_2", 200, &intent("pi_2", "canceled")).await;
+    answers(&server, "POST", "/v1/payment_intents", 200, &intent("pi_new", "requires_payment_method")).await;
+    let client = client(&server, CheckoutPage::Ours);
+    for (before, of, is_open) in [
+        (Before::Nothing, "pi_new", true),
+        (Before::Since(DateTime::UNIX_EPOCH), "pi_1", true),
+        (Before::Since(DateTime::from_timestamp(1_700_000_001, 0).unwrap()), "pi_new", true),
+        (Before::Known("pi_2".into()), "pi_2", false),
+    ] {
+        let opened = client.checkout(&Checkout { before: before.clone(), ..wanted() }).await.unwrap();
+        let url = opened.url("https://gpu.example", PAYMENT);
+        assert_eq!((opened.processor_id.as_str(), url.is_some()), (of, is_open), "{before:?}");
+    }
+    let gone = Checkout { before: Before::Known("pi_3".into()), ..wanted() };
+    assert!(matches!(client.checkout(&gone).await, Err(ProcessorError::Refused { .. })));
+}
+
+#[tokio::test]
+async fn what_is_not_there_is_no_error_and_no_id_leaves_its_place_in_the_path() {
+    let server = MockServer::start().await;
+    let missing = json!({"error": {"code": "resource_missing", "message": "No such payment_intent", "type": "invalid_request_error"}});
+    answers(&server, "GET", "/v1/payment_intents/pi_none", 404, &missing).await;
+    let client = client(&server, CheckoutPage::Ours);
+    assert_eq!(client.payment("pi_none").await, Ok(None));
+    for id in ["", "../charges", "pi_1/cancel", "pi_1?expand[]=x", "pi_é", &"p".repeat(256)] {
+        assert!(matches!(client.payment(id).await, Err(ProcessorError::Refused { .. })), "{id}");
+    }
+    assert_eq!(server.received_requests().await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn a_payment_is_found_by_our_id_on_whichever_page_it_stands() {
+    let other = |n: i64, created: i64| json!({"id": format!("pi_o{n}"), "amount": 1, "currency": "eur", "status": "canceled", "created": created});
+    let mut ours = intent("pi_1", "requires_payment_method");
+    for newest_first in [true, false] {
+        let server = MockServer::start().await;
+        let begin = 1_700_000_000;
+        let step = if newest_first { -1 } else { 1 };
+        ours["created"] = json!(begin + 2 * step);
+        let first = list(&[other(1, begin), other(2, begin + step)], true);
+        Mock::given(path("/v1/payment_intents"))
+            .and(query_param_is_missing("starting_after"))
+            .respond_with(ResponseTemplate::new(200).set_body_json(first))
+            .mount(&server)
+            .await;
+        let second = list(&[ours.clone(), other(3, begin + 3 * step)], true);
+        Mock::given(path("/v1/payment_intents"))
+            .and(query_param("starting_after", "pi_o2"))
+            .respond_with(ResponseTemplate::new(200).set_body_json(second))
+            .mount(&server)
+            .await;
+        let third = list(&[other(4, begin + 4 * step)], false);
+        Mock::given(path("/v1/payment_intents"))
+            .and(query_param("starting_after", "pi_o3"))
+            .respond_with(ResponseTemplate::new(200).set_body_json(third))
+            .mount(&server)
+            .await;
+        let client = client(&server, CheckoutPage::Ours);
+        let since = |seconds: i64| DateTime::from_timestamp(seconds, 0).unwrap();
+        let found = client.find_payment(PAYMENT, since(begin - 2)).await.unwrap();
+        assert_eq!(found.unwrap().processor_id, "pi_1");
+        let nobodys = client.find_payment(PaymentId(Uuid::nil()), since(begin - 2)).await.unwrap();
+        assert!(nobodys.is_none());
+        if newest_first {
+            let asked = server.received_requests().await.unwrap().len();
+            assert!(client.find_payment(PAYMENT, since(begin + 1)).await.unwrap().is_none());
+            assert_eq!(
+                server.received_requests().await.unwrap().len(),
+                asked + 1,
+                "what is older is not looked through"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refund_names_the_intent_our_id_and_a_key_and_no_reason() {
+    let server = MockServer::start().await;
+    let refund = json!({
+        "id": "re_1", "object": "refund", "amount": 400, "currency": "eur", "status": "pending", "charge": "ch_1",
+        "payment_intent": "pi_1", "metadata": {"refund_id": REFUND}, "created": 1,
+    });
+    answers(&server, "POST", "/v1/refunds", 200, &refund).await;
+    let asked = RefundRequest { refund_id: REFUND, processor_id: "pi_1".into(), amount_minor: 400 };
+    let standing = client(&server, CheckoutPage::Ours).refund(&asked).await.unwrap();
+    assert_eq!((standing.status, standing.refund_id), (RefundStatus::Pending, Some(REFUND)));
+    assert_eq!((standing.of.as_deref(), standing.amount_minor), (Some("pi_1"), 400));
+    let (request, form) = form_of_only_request(&server).await;
+    let id = REFUND.to_string();
+    assert_eq!(form, pairs(&[("amount", "400"), ("metadata[refund_id]", &id), ("payment_intent", "pi_1")]));
+    assert_eq!(request.headers["idempotency-key"], format!("refund-{id}").as_str());
+}
+
+#[tokio::test]
+async fn what_ended_otherwise_is_not_cancelled_but_told() {
+    let server = MockServer::start().await;
+    let unexpected =
+        json!({"error": {"code": "payment_intent_unexpected_state", "message": "You cannot cancel this."}});
+    answers(&server, "POST", "/v1/payment_intents/pi_1/cancel", 400, &unexpected).await;
+    answers(&server, "GET", "/v1/payment_intents/pi_1", 200, &intent("pi_1", "succeeded")).await;
+    let standing = client(&server, CheckoutPage::Ours).cancel("pi_1").await.unwrap().unwrap();
+    assert_eq!(standing.status, Status::Paid { charge_id: None });
+}
+
+#[tokio::test]
+async fn disputes_that_moved_no_money_are_told_from_those_that_did() {
+    let server = MockServer::start().await;
+    let dispute = |n: i64, status: &str| {
+        json!({"id": format!("dp_{n}"), "amount": 2500, "currency": "eur", "status": status, "charge": "ch_1",
+            "payment_intent": "pi_1", "created": 10 - n})
+    };
+    let all =
+        [dispute(1, "warning_needs_response"), dispute(2, "needs_response"), dispute(3, "won"), dispute(4, "lost")];
+    answers(&server, "GET", "/v1/disputes", 200, &list(&all, false)).await;
+    let client_of = |server: &MockServer| client(server, CheckoutPage::Ours);
+    let found = client_of(&server).disputes_since(DateTime::UNIX_EPOCH).await.unwrap();
+    let statuses: Vec<_> = found.iter().map(|dispute| dispute.status).collect();
+    let expected = [DisputeStatus::Inquiry, DisputeStatus::Opened, DisputeStatus::Won, DisputeStatus::Opened];
+    assert_eq!(statuses, expected);
+    // Who speaks Stripe's API without disputes has none of them.
+    let bare = MockServer::start().await;
+    assert_eq!(client_of(&bare).disputes_since(DateTime::UNIX_EPOCH).await, Ok(Vec::new()));
+}
+
+struct Expanded;
+
+impl Match for Expanded {
+    fn matches(&self, request: &Request) -> bool {
+        let query: Vec<_> = request.url.query_pairs().collect();
+        query.iter().any(|(name, value)| name == "expand[]" && value == "data.payment_intent")
+            && query.iter().any(|(name, value)| name == "created[gt]" && value == "99")
+    }
+}
+
+#[tokio::test]
+async fn payments_are_listed_by_when_they_were_made_with_those_that_nobody_here_knows() {
+    let server = MockServer::start().await;
+    let charge = |id: &str, status: &str, intent: Value| json!({"id": id, "amount": 2500, "currency": "eur", "status": status, "created": 100, "payment_intent": intent});
+    let mut foreign = intent("pi_2", "succeeded");
+    foreign["metadata"] = json!({"payment_id": "'; drop table payment"});
+    let charges = [
+        charge("ch_1", "succeeded", intent("pi_1", "succeeded")),
+        charge("ch_2", "failed", intent("pi_3", "requires_payment_method")),
+        charge("ch_3", "succeeded", foreign),
+        charge("ch_4", "succeeded", Value::Null),
+    ];
+    Mock::given(path("/v1/charges"))
+        .and(Expanded)
+        .respond_with(ResponseTemplate::new(200).set_body_json(list(&charges, false)))
+        .mount(&server)
+        .await;
+    let since = DateTime::from_timestamp(100, 0).unwrap();
+    let found = client(&server, CheckoutPage::Ours).payments_since(since).await.unwrap();
+    let found: Vec<_> = found.iter().map(|paid| (paid.processor_id.as_str(), paid.payment_id)).collect();
+    assert_eq!(found, [("pi_1", Some(PAYMENT)), ("pi_2", None), ("ch_4", None)]);
+}
+
+#[tokio::test]
+async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
+    let said = |text: &str| json!({"error": {"message": text, "type": "api_error"}});
+    let (refused, later, unknown) = ("refused", "later", "unknown");
+    let kind = |error: &ProcessorError| match error {
+        ProcessorError::Refused { .. } => refused,
+        ProcessorError::Later(_) => later,
+        ProcessorError::Unknown(_) => unknown,
+    };
+    for (status, of_post, of_get) in [
+        (400, refused, refused),
+        (402, refused, refused),
+        (401, later, later),
+        (403, later, later),
+        (429, later, later),
+        (409, unknown, later),
+        (302, unknown, later),
+        (500, unknown, later),
+        (503, unknown, later),
+    ] {
+        let server = MockServer::start().await;
+        let answer = ResponseTemplate::new(status).set_body_json(said("no\nline of its own"));
+        Mock::given(wiremock::matchers::any()).respond_with(answer).mount(&server).await;
+        let client = client(&server, CheckoutPage::Ours);
+        let posted = client.checkout(&wanted()).await.unwrap_err();
+        let got = client.payment("pi_1").await.unwrap_err();
+        assert_eq!((kind(&posted), kind(&got)), (of_post, of_get), "{status}");
+        assert!(
+            posted.to_string().contains("noline of its own") && !posted.to_string().contains("sk_test"),
+            "{posted}"
+        );
+    }
+    // Done, but in words that nobody here understands, or in too many.
+    for body in ["{}".to_owned(), "no json".to_owned(), " ".repeat(5 * 1024 * 1024)] {
+        let server = MockServer::start().await;
+        let answer = ResponseTemplate::new(200).set_body_string(body);
+        Mock::given(wiremock::matchers::any()).respond_with(answer).mount(&server).await;
+        let error = client(&server, CheckoutPage::Ours).checkout(&wanted()).await.unwrap_err();
+        assert_eq!(kind(&error), unknown, "{error}");
+    }
+    // Nobody there: nothing was done.
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let client = client_at(&format!("http://{nobody}"), CheckoutPage::Ours);
+    assert_eq!(kind(&client.checkout(&wanted()).await.unwrap_err()), later);
+}
+
+#[test]
+fn money_is_not_asked_for_in_the_clear() {
+    crate::testing::install_crypto();
+    for address in ["http://api.stripe.example", "ftp://api.stripe.example", "api.stripe.example", ""] {
+        let settings = StripeSettings {
+            api_base: address.into(),
+            secret_key: "sk_test_0123456789".into(),
+            checkout: CheckoutPage::Ours,
+            authorities_pem: None,
+        };
+        assert!(matches!(Stripe::new(settings), Err(StripeError::Insecure(_))), "{address}");
+    }
+}

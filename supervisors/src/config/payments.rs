@@ -1,0 +1,169 @@
+//! How payments are made: which processor, as whom, and where users pay.
+
+use super::items;
+use anyhow::{Context, bail};
+use domain::money::Currency;
+use edge::processor::signature::WebhookSecrets;
+use edge::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
+use edge::services::PaymentPage;
+use secrecy::SecretString;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+const SECRET_KEY: &str = "SVC_PAYMENTS_SECRET_KEY";
+const WEBHOOK_SECRETS: &str = "SVC_PAYMENTS_WEBHOOK_SECRETS";
+const API_BASE: &str = "SVC_PAYMENTS_API_BASE";
+const CHECKOUT: &str = "SVC_PAYMENTS_CHECKOUT";
+const PUBLISHABLE_KEY: &str = "SVC_PAYMENTS_PUBLISHABLE_KEY";
+const SCRIPT_URL: &str = "SVC_PAYMENTS_SCRIPT_URL";
+const CURRENCY: &str = "SVC_PAYMENTS_CURRENCY";
+const CA: &str = "SVC_PAYMENTS_CA_PATH";
+
+/// The payment processor. Without it the service runs, and nobody can pay.
+#[derive(Debug)]
+pub struct Payments {
+    pub secret_key: SecretString,
+    pub webhook_secrets: WebhookSecrets,
+    pub api_base: String,
+    pub checkout: CheckoutPage,
+    pub publishable_key: Option<String>,
+    pub script_url: String,
+    /// In which accounts are opened by their first payment.
+    pub currency: Currency,
+    /// Its authorities, where the system's do not know its certificate.
+    pub ca: Option<PathBuf>,
+}
+
+impl Payments {
+    /// The processor, ready to be asked.
+    ///
+    /// # Errors
+    /// Names the setting that cannot be used.
+    pub fn open(&self) -> anyhow::Result<edge::services::Payments> {
+        let authorities_pem = match &self.ca {
+            Some(path) => Some(std::fs::read_to_string(path).with_context(|| format!("{CA}: {}", path.display()))?),
+            None => None,
+        };
+        let processor = Stripe::new(StripeSettings {
+            api_base: self.api_base.clone(),
+            secret_key: self.secret_key.clone(),
+            checkout: self.checkout,
+            authorities_pem,
+        });
+        let origin_of = |url: &str| reqwest::Url::parse(url).map(|url| url.origin().ascii_serialization());
+        let page = match &self.publishable_key {
+            Some(publishable_key) => Some(PaymentPage {
+                publishable_key: publishable_key.clone(),
+                script_url: self.script_url.clone(),
+                api_origin: origin_of(&self.api_base).context(API_BASE)?,
+            }),
+            None => None,
+        };
+        Ok(edge::services::Payments {
+            processor: Arc::new(processor.context(API_BASE)?),
+            webhook_secrets: self.webhook_secrets.clone(),
+            currency: self.currency.clone(),
+            page: page.filter(|_| self.checkout == CheckoutPage::Ours),
+        })
+    }
+}
+
+/// Reads it from `variable`: all of it, or nothing.
+pub(super) fn payments(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<Payments>> {
+    let Some(secret_key) = variable(SECRET_KEY) else {
+        let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA];
+        return match rest.into_iter().find(|name| variable(name).is_some()) {
+            Some(name) => bail!("{name} is set, but {SECRET_KEY} is not: nobody could pay"),
+            None => Ok(None),
+        };
+    };
+    if secret_key.contains(|c: char| !c.is_ascii_graphic()) {
+        bail!("{SECRET_KEY} is no key: it holds what no header may hold");
+    }
+    let secrets = variable(WEBHOOK_SECRETS).with_context(|| {
+        format!("{WEBHOOK_SECRETS} is not set; it must hold the secret of the webhook endpoint (two with commas while it is rolled)")
+    })?;
+    let secrets: Vec<SecretString> = items(&secrets).into_iter().map(SecretString::from).collect();
+    let webhook_secrets = WebhookSecrets::new(&secrets)
+        .with_context(|| format!("{WEBHOOK_SECRETS}: each secret needs 16 characters or more"))?;
+    let checkout = match variable(CHECKOUT).as_deref() {
+        None | Some("sessions") => CheckoutPage::Sessions,
+        Some("page") => CheckoutPage::Ours,
+        Some(other) => bail!("{CHECKOUT} is {other:?}; it must be sessions (the processor's page) or page (ours)"),
+    };
+    let publishable_key = variable(PUBLISHABLE_KEY);
+    if checkout == CheckoutPage::Ours && publishable_key.is_none() {
+        bail!("{CHECKOUT} is page; {PUBLISHABLE_KEY} must hold the key that browsers show the processor");
+    }
+    let currency = variable(CURRENCY).unwrap_or_else(|| "EUR".to_owned());
+    let currency = Currency::parse(&currency)
+        .with_context(|| format!("{CURRENCY} is {currency:?}; it must be a code such as EUR"))?;
+    Ok(Some(Payments {
+        secret_key: secret_key.into(),
+        webhook_secrets,
+        api_base: variable(API_BASE).unwrap_or_else(|| "https://api.stripe.com".to_owned()),
+        checkout,
+        publishable_key,
+        script_url: variable(SCRIPT_URL).unwrap_or_else(|| "https://js.stripe.com/v3/".to_owned()),
+        currency,
+        ca: variable(CA).map(PathBuf::from),
+    }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const KEY: (&str, &str) = (SECRET_KEY, "sk_test_0123456789");
+    const HOOK: (&str, &str) = (WEBHOOK_SECRETS, "whsec_0123456789abcdef, whsec_fedcba9876543210");
+
+    fn read(variables: &[(&str, &str)]) -> anyhow::Result<Option<Payments>> {
+        payments(|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    #[test]
+    fn without_a_processor_nobody_pays_and_with_one_its_own_page_is_used() {
+        assert!(read(&[]).unwrap().is_none());
+        let plain = read(&[KEY, HOOK]).unwrap().unwrap();
+        assert_eq!((plain.checkout, plain.currency.as_str()), (CheckoutPage::Sessions, "EUR"));
+        assert_eq!(plain.api_base, "https://api.stripe.com");
+        let shown = format!("{plain:?}");
+        assert!(!shown.contains("sk_test") && !shown.contains("whsec"), "{shown}");
+        let ours = [KEY, HOOK, (CHECKOUT, "page"), (PUBLISHABLE_KEY, "pk_test_1"), (CURRENCY, "USD")];
+        let ours = read(&ours).unwrap().unwrap();
+        assert_eq!((ours.checkout, ours.currency.as_str()), (CheckoutPage::Ours, "USD"));
+    }
+
+    #[test]
+    fn the_page_of_ours_is_told_where_the_processor_is() {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let at = (API_BASE, "http://127.0.0.1:8420/");
+        let ours = [KEY, HOOK, at, (CHECKOUT, "page"), (PUBLISHABLE_KEY, "pk_test_1")];
+        let page = read(&ours).unwrap().unwrap().open().unwrap().page.unwrap();
+        assert_eq!(page.api_origin, "http://127.0.0.1:8420");
+        assert!(read(&[KEY, HOOK, (PUBLISHABLE_KEY, "pk_test_1")]).unwrap().unwrap().open().unwrap().page.is_none());
+        for base in ["http://api.stripe.example", "nowhere"] {
+            let error = read(&[KEY, HOOK, (API_BASE, base)]).unwrap().unwrap().open().err().unwrap();
+            assert!(format!("{error:#}").contains(API_BASE), "{error:#}");
+        }
+    }
+
+    #[test]
+    fn half_a_processor_is_none_and_what_is_missing_is_named() {
+        for (variables, named) in [
+            (vec![HOOK], SECRET_KEY),
+            (vec![(CHECKOUT, "page")], SECRET_KEY),
+            (vec![KEY], WEBHOOK_SECRETS),
+            (vec![KEY, (WEBHOOK_SECRETS, " , ")], WEBHOOK_SECRETS),
+            (vec![KEY, (WEBHOOK_SECRETS, "whsec_0123456789abcdef,short")], WEBHOOK_SECRETS),
+            (vec![(SECRET_KEY, "sk_test_\n0123"), HOOK], SECRET_KEY),
+            (vec![KEY, HOOK, (CHECKOUT, "popup")], CHECKOUT),
+            (vec![KEY, HOOK, (CHECKOUT, "page")], PUBLISHABLE_KEY),
+            (vec![KEY, HOOK, (CURRENCY, "euro")], CURRENCY),
+        ] {
+            let error = format!("{:#}", read(&variables).unwrap_err());
+            assert!(error.contains(named) && !error.contains("0123"), "{error}");
+        }
+    }
+}
