@@ -1,4 +1,4 @@
-//! Takes what the page with a terminal is made of from npm, exactly as `terminal-page/package-lock.json` pins it, and lays the files of
+//! Takes what the pages with a terminal and with a recording are made of from npm, exactly as `terminal-page/package-lock.json` pins it, and lays the files of
 //! it that are served into `OUT_DIR`. The page's own files are built in as they stand in the checkout.
 
 use std::path::{Path, PathBuf};
@@ -8,8 +8,13 @@ use std::{env, fs, io};
 const PAGE: &str = "terminal-page";
 const MANIFESTS: [&str; 2] = ["package.json", "package-lock.json"];
 /// What is served of what is installed.
-const SERVED: [&str; 3] =
-    ["@xterm/xterm/lib/xterm.mjs", "@xterm/xterm/css/xterm.css", "@xterm/addon-fit/lib/addon-fit.mjs"];
+const SERVED: [&str; 5] = [
+    "@xterm/xterm/lib/xterm.mjs",
+    "@xterm/xterm/css/xterm.css",
+    "@xterm/addon-fit/lib/addon-fit.mjs",
+    "asciinema-player/dist/bundle/asciinema-player.min.js",
+    "asciinema-player/dist/bundle/asciinema-player.css",
+];
 
 // How a build script speaks to cargo.
 #[allow(clippy::print_stdout)]

@@ -1,6 +1,7 @@
 //! Finds an entity wherever it lives and asks it: here, or through the bus at the member that owns its shard.
 
 mod limits;
+mod places;
 
 pub use limits::Unlimited;
 
@@ -8,6 +9,7 @@ use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::cells::Cells;
 use crate::host::Host;
 use crate::place::shard_of;
+use crate::places::Places;
 use crate::ports::{Remote, RemoteError};
 use chrono::TimeDelta;
 use domain::id::Visitor;
@@ -37,6 +39,8 @@ pub struct Directory {
     seeks_for: Option<TimeDelta>,
     /// Of the rate limits whose shards are here.
     cells: Arc<Cells>,
+    /// What their owners have open.
+    places: Arc<Places>,
 }
 
 /// A command on its way to another member.
@@ -60,7 +64,7 @@ type Encoded = Result<Answered<serde_json::Value>, AskError<serde_json::Value>>;
 impl Directory {
     #[must_use]
     pub fn new(host: Arc<Host>, remote: Arc<dyn Remote>) -> Self {
-        Self { host, remote, seeks_for: None, cells: Arc::default() }
+        Self { host, remote, seeks_for: None, cells: Arc::default(), places: Arc::default() }
     }
 
     /// The same, for those who rather come again than wait long for a shard that nobody holds.
@@ -142,7 +146,7 @@ impl Directory {
 
     /// Serves a command that came from another member; the answer is for it alone to read.
     pub async fn serve(&self, payload: &[u8]) -> Vec<u8> {
-        if let Some(answer) = self.serve_cell(payload) {
+        if let Some(answer) = self.serve_cell(payload).or_else(|| self.serve_place(payload)) {
             return answer;
         }
         let answer = match serde_json::from_slice::<Request>(payload) {

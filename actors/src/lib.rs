@@ -10,6 +10,7 @@ pub mod directory;
 mod entity;
 pub mod host;
 pub mod place;
+pub mod places;
 pub mod ports;
 pub mod shell;
 #[cfg(test)]

@@ -88,6 +88,9 @@ pub struct Flags {
     /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
     #[arg(long)]
     pub clean_up: bool,
+    /// Give up the keyrings of whoever runs this, and end: what the agent runs as a tenant that it removes
+    #[arg(long, hide = true)]
+    pub forget_keyrings: bool,
 }
 
 /// How the agent keeps tenants apart.
@@ -296,6 +299,7 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
         sudo_commands,
         shared,
         devices: folder(DEVICES, defaults.devices)?,
+        program: defaults.program,
         ssh_listen: match sources.get(SSH_LISTEN) {
             Some(text) => Some(text.parse().map_err(|_| ConfigError::Value {
                 name: SSH_LISTEN,

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use agent::agent::Fatal;
 use agent::chain;
 use agent::config::{Config, ConfigError, Flags};
+use agent::system::keyrings::forget_own;
 use agent::whom::become_user;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -16,6 +17,9 @@ const WRONG_CONFIGURATION: u8 = 2;
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
+    if flags.forget_keyrings {
+        return if forget_own().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    }
     // Before anything is opened, and before there is a second thread.
     let whom = become_user(&flags).map_err(ConfigError::from);
     // Fails only where one is installed already, which is this one.
@@ -50,7 +54,10 @@ fn not_set_up(error: std::io::Error) -> Box<Fatal> {
 }
 
 fn run(config: Config) -> Result<(), Box<Fatal>> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(not_set_up)?;
+    // Two threads at least: one may be held up by a disk for a moment.
+    let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let runtime = runtime.map_err(not_set_up)?;
     let ended = runtime.block_on(async {
         let stop = CancellationToken::new();
         let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;

@@ -34,6 +34,7 @@ use crate::terminal::Shell;
 
 pub mod accounts;
 pub mod guard;
+pub mod keyrings;
 pub mod mounts;
 pub mod processes;
 pub mod sudoers;
@@ -63,6 +64,8 @@ pub struct Settings {
     pub shared: Vec<PathBuf>,
     /// Where the GPUs' device nodes lie.
     pub devices: PathBuf,
+    /// The agent's own program, which is run as a tenant to give up what only the tenant can.
+    pub program: PathBuf,
     /// Where the agent's own sshd listens; `None`: the machine's own lets tenants in.
     pub ssh_listen: Option<SocketAddr>,
 }
@@ -76,6 +79,7 @@ impl Default for Settings {
             sudo_commands: Vec::new(),
             shared: Vec::new(),
             devices: PathBuf::from("/dev"),
+            program: PathBuf::from("/proc/self/exe"),
             ssh_listen: None,
         }
     }
@@ -175,6 +179,7 @@ impl System {
         self.guard.forget_slice(account);
         // A program that cron or at began meanwhile.
         ended += processes::end_all(account);
+        keyrings::forget(account, &self.settings.program);
 
         // From here on everything is looked at again, whatever the removal thought it did.
         let mut findings = self.accounts.look(account);
@@ -184,6 +189,7 @@ impl System {
             tenant::look_at_path(Checked::AuthorizedKeys, &keys),
         ]);
         findings.extend(traces.look());
+        findings.push(keyrings::look(account));
         findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
         findings.push(tenant::look_at_memory(&self.gpus, &task.devices));
         if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {

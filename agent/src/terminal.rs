@@ -45,8 +45,10 @@ const COLUMNS: u16 = 80;
 /// Recordings that are sent at once.
 const SENDS_AT_ONCE: usize = 4;
 
-/// Messages between a session and its stream that are on their way.
+/// Messages to a session that are on their way.
 const QUEUE: usize = 16;
+/// Messages from a session that are on their way: few, so that what comes meanwhile becomes one long message and not many short ones.
+const SAID: usize = 2;
 
 /// How a tenant's shell is begun: with this environment and no other, since the agent's own holds its secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,7 +114,7 @@ impl Terminals {
         let failed = |error: pty_process::Error| Failure::new("terminal_shell", format!("no shell: {error}"));
         let (pty, child) = spawn(shell).map_err(failed)?;
         let (to_session, from_stream) = mpsc::channel(QUEUE);
-        let (to_stream, from_session) = mpsc::channel(QUEUE);
+        let (to_stream, from_session) = mpsc::channel(SAID);
         let over = CancellationToken::new();
         let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
         let stop = self.stop.clone();

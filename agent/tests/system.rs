@@ -46,7 +46,8 @@ impl Node {
         let asked = SimulatedGpus { count: 4, model: "H100".into(), memory_mib: 81_920 };
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
         let sudo_commands = vec!["/bin/sleep".parse().unwrap()];
-        let settings = Settings { sudo_commands, shared: vec!["/scratch".into()], ..Settings::default() };
+        let (shared, program) = (vec!["/scratch".into()], env!("CARGO_BIN_EXE_gpuaas-agent").into());
+        let settings = Settings { sudo_commands, shared, program, ..Settings::default() };
         fs::create_dir_all(STATE).unwrap();
         Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
     }
@@ -209,6 +210,12 @@ fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
     });
 }
 
+/// By the numbers of the calls, since no tool for keys is on every machine.
+const KEYS: &str = "exec perl -e 'my ($add, $ctl) = `uname -m` =~ /aarch64/ ? (217, 219) : (248, 250); \
+    my ($kind, $name, $secret) = (q(user), q(mine), q(secret)); \
+    for my $ring (-4, -5) { syscall($add, $kind, $name, $secret, 6, $ring) > 0 or die } \
+    syscall($ctl, 22, -1, -4) > 0 or die'";
+
 /// Everything that a tenant, and what runs as root in its name, can leave behind.
 fn litter(uid: u32) {
     for script in [
@@ -218,6 +225,8 @@ fn litter(uid: u32) {
         "echo x > /tmp/x; mkdir /tmp/d; echo x > /tmp/d/x; chmod 000 /tmp/d; echo x > /tmp/others/x",
         "echo x > /var/tmp/x; echo x > /dev/shm/x; echo x > /dev/shm/sem.x; ln -s /etc/passwd /tmp/link",
         "ipcmk -M 64 && ipcmk -S 1 && ipcmk -Q",
+        // A key in each of its keyrings: add_key(2), and KEYCTL_GET_PERSISTENT into the user's.
+        KEYS,
     ] {
         assert!(can(uid, &format!("HOME=/home/{NAME}; {script}")), "{script}");
     }

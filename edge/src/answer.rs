@@ -4,8 +4,8 @@ use actors::AskError;
 use domain::money::HIGHEST_BALANCE_MINOR;
 use domain::policy::{Bounds, Key};
 use domain::{
-    allocation, billing_account, bindings, key_set, node, payment, policy, runtime, service_account, sku, tenant,
-    terminal_session,
+    allocation, announcement, billing_account, bindings, key_set, node, payment, policy, runtime, service_account, sku,
+    tenant, terminal_session,
 };
 
 use crate::error::{ApiError, Code};
@@ -508,6 +508,16 @@ pub fn bounds_of(key: Key) -> serde_json::Value {
 impl From<persistence::StoreError> for ApiError {
     fn from(error: persistence::StoreError) -> Self {
         if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
+    }
+}
+
+impl Explain for announcement::Rejection {
+    fn explain(self) -> ApiError {
+        use announcement::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("announcement"),
+            R::Exists => conflict("This was announced already."),
+        }
     }
 }
 

@@ -12,6 +12,7 @@ mod identity_keys;
 mod internal;
 mod key_set;
 mod node;
+mod notification;
 mod overview;
 mod platform_role;
 mod policy;
@@ -21,6 +22,7 @@ mod runtime;
 mod service_account;
 mod sku;
 mod ssh_key;
+mod statement;
 mod stored;
 mod terminal;
 mod terminal_page;
@@ -57,7 +59,6 @@ pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
-        .layer(Extension(allocation::Streams::default()))
         .layer(Extension(access_token::Failures::default()))
         .with_state(services);
     finished(router, outermost)
@@ -154,6 +155,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Post     "/api/v1/allocations/{id}/terminal-tokens" (TerminalToken) => terminal::issue_token, NotFound, StateConflict;
         Anyone Get      "/terminal/{allocation_id}"                        => terminal_page::page, NotFound;
         Anyone Get      "/terminal/assets/{name}"                          => terminal_page::asset, NotFound;
+        Anyone Get      "/recordings/{session_id}"                         => terminal_page::recording, NotFound;
         Admin  Get      "/api/v1/admin/terminal-sessions"                  => terminal::list;
         Admin  Get      "/api/v1/admin/terminal-sessions/{id}"             => terminal::get, NotFound;
         Admin  PostOnce "/api/v1/admin/terminal-sessions/{id}/kill"        => terminal::kill, NotFound;
@@ -172,10 +174,24 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
         Bound  PostOnce "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
 
+        User   Get      "/api/v1/billing/statements" (Financial)           => statement::list;
+        User   Get      "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;
+        User   Get      "/api/v1/billing/statements/{month}/csv" (Financial) => statement::csv, NotFound;
+        User   Get      "/api/v1/billing/statements/{month}/pdf" (Financial) => statement::pdf, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements" (Financial) => statement::list_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
+        Admin  Get      "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
+        User   Get      "/api/v1/notifications/ws"                         => notification::listen, InvalidRequest, UpgradeRequired;
+        Admin  PostOnce "/api/v1/admin/notifications/broadcast"            => notification::broadcast;
+
         User   Get      "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
         User   Delete   "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
+        Admin  Get      "/api/v1/admin/users/{user_id}/ssh-keys"           => ssh_key::list_of_user;
+        Admin  Delete   "/api/v1/admin/users/{user_id}/ssh-keys/{id}"      => ssh_key::delete_of_user, NotFound;
+        Admin  PostOnce "/api/v1/admin/users/{user_id}/ssh-keys/{id}/default" => ssh_key::make_default_of_user, NotFound;
 
         User   Get      "/api/v1/service-accounts"                         => service_account::list;
         User   PostOnce "/api/v1/service-accounts"                         => service_account::create, StateConflict;

@@ -157,7 +157,14 @@ impl Authenticator {
     /// `unauthenticated` where there is no token to be believed; `service_unavailable` where the provider's keys have never
     /// been had.
     pub async fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
-        let token = bearer(headers)?;
+        self.believe(bearer(headers)?).await
+    }
+
+    /// The caller that an access token names at this moment.
+    ///
+    /// # Errors
+    /// As [`Authenticator::authenticate`].
+    pub async fn believe(&self, token: &str) -> Result<Caller, ApiError> {
         self.verify(token, Utc::now()).await.map_err(|fault| {
             let error = match &fault {
                 TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),

@@ -22,8 +22,10 @@ pub mod keys;
 pub mod limits;
 pub mod node_api;
 pub mod node_ca;
+pub mod notifications;
 mod outward;
 pub mod page;
+pub mod places;
 pub mod platform_roles;
 pub mod polls;
 pub mod probe;
@@ -34,11 +36,13 @@ pub mod runtime;
 pub mod secret_shape;
 pub mod services;
 pub mod ssh_public_key;
+mod statement;
 pub mod tasks;
 pub mod terminal;
 pub mod tls;
 pub mod token;
 mod unreadable;
+mod websocket;
 
 #[cfg(test)]
 mod testing;

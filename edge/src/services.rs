@@ -7,6 +7,8 @@ use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::keys::KeysInForce;
 use crate::node_api::nonce::Nonces;
+use crate::notifications::Notifications;
+use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::Probe;
@@ -43,6 +45,10 @@ pub struct Parts {
     pub polls: Polls,
     /// The ends of terminal sessions that are in this process.
     pub terminals: Terminals,
+    /// Who listens here for notifications.
+    pub notifications: Notifications,
+    /// What users have open.
+    pub places: Places,
     pub connections: Connections,
     pub figures: Figures,
     /// How many of the traces that begin here are sampled.

@@ -20,11 +20,11 @@ use relay::Bus;
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use wire::terminal::{Down, Up};
 
-pub(crate) use gateway::origin_of;
 pub use gateway::{PATH, beside, router};
 pub(crate) use watch::{Ending, until_over};
 
@@ -205,18 +205,18 @@ impl End {
     }
 
     async fn deliver(&self, said: Up) {
-        let Some((up, parted)) = self.receiver_of(&said) else { return };
+        let Some((said, up, parted)) = self.hand_over(said) else { return };
         tokio::select! {
             _ = up.send(said) => {}
             () = parted.cancelled() => {}
         }
     }
 
-    /// Whom it is for. What is for an earlier connection is for nobody.
-    fn receiver_of(&self, said: &Up) -> Option<(mpsc::Sender<Up>, CancellationToken)> {
+    /// Hands it to whom it is for; what is for an earlier connection is for nobody. It comes back with them where they have to be waited for.
+    fn hand_over(&self, said: Up) -> Option<(Up, mpsc::Sender<Up>, CancellationToken)> {
         let user = lock(&self.user);
         let user = user.as_ref()?;
-        let is_for = match said {
+        let is_for = match &said {
             Up::Attached { attachment, .. } | Up::Output { attachment, .. } | Up::Taken { attachment, .. } => {
                 *attachment == user.attachment
             }
@@ -224,7 +224,13 @@ impl End {
             // The session's own machine says it, with the reason.
             Up::Lost => false,
         };
-        is_for.then(|| (user.up.clone(), user.parted.clone()))
+        if !is_for {
+            return None;
+        }
+        match user.up.try_send(said) {
+            Ok(()) | Err(TrySendError::Closed(_)) => None,
+            Err(TrySendError::Full(said)) => Some((said, user.up.clone(), user.parted.clone())),
+        }
     }
 }
 

@@ -30,6 +30,11 @@ pub(crate) fn terminals() -> crate::terminal::Terminals {
     crate::terminal::Terminals::register(&prometheus::Registry::new(), None, secret).unwrap()
 }
 
+/// Nobody listens, and there is no bus.
+pub(crate) fn notifications() -> crate::notifications::Notifications {
+    crate::notifications::Notifications::register(&prometheus::Registry::new(), None).unwrap()
+}
+
 /// A key ring of one key.
 pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
     let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";

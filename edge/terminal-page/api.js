@@ -1,6 +1,9 @@
-// The one request of this page: a token that opens a terminal.
+// What these pages ask of the service: a token that opens a terminal, and a recording.
 
 import { ofRefusal } from "./words.js";
+
+/** Where a tab keeps its user's access token. */
+export const BEARER = "gpuaas.bearer";
 
 /**
  * @param {string} allocation
@@ -33,5 +36,39 @@ export function minting(allocation, bearer, ask = fetch) {
       throw ofRefusal(answer.status, body, Number(answer.headers.get("retry-after")) || 0, session !== null);
     }
     return body;
+  };
+}
+
+/**
+ * A recording, or a part of what there is of it.
+ * @param {string} recording
+ * @param {() => string | null} bearer
+ * @param {typeof fetch} ask
+ * @returns {(part: string) => Promise<Response>}  rejects with a Verdict
+ */
+export function reading(recording, bearer, ask = fetch) {
+  return async (part) => {
+    const token = bearer();
+    if (token === null) {
+      throw { kind: "sign-in", why: "", next: null };
+    }
+    let answer;
+    try {
+      answer = await ask(`/api/v1/recordings/${recording}${part}`, {
+        headers: { authorization: `Bearer ${token}` },
+        cache: "no-store",
+        credentials: "omit",
+        redirect: "error",
+      });
+    } catch {
+      throw ofRefusal(0, {}, 0, false);
+    }
+    if (answer.status === 404) {
+      throw { kind: "closed", why: "There is no such recording, or not for you.", next: null };
+    }
+    if (answer.status !== 200) {
+      throw ofRefusal(answer.status, await answer.json().catch(() => ({})), 0, false);
+    }
+    return answer;
   };
 }

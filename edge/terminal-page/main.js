@@ -1,15 +1,14 @@
 // The page: who is asked for, what is shown, and which button does what.
 
-import { minting } from "./api.js";
+import { BEARER, minting } from "./api.js";
 import { Screen } from "./screen.js";
 import { Session } from "./session.js";
-import { OFFERS } from "./words.js";
+import { OFFERS, ofRecording } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const allocation = location.pathname.split("/").at(-1);
 
 // What this tab remembers: the access token, which is nobody else's, and the session, so that a page loaded anew goes on with it.
-const BEARER = "gpuaas.bearer";
 const SESSION = `gpuaas.session.${allocation}`;
 const READ_ALOUD = "gpuaas.read-aloud";
 
@@ -27,6 +26,7 @@ const session = new Session(
     connect: (url, protocols) => new WebSocket(url, protocols),
     screen,
     tell: show,
+    recorded: showRecording,
     keep: (id) => remember(sessionStorage, SESSION, id),
     after: (run, ms) => setTimeout(run, ms),
     cancel: (timer) => clearTimeout(timer),
@@ -51,10 +51,28 @@ function show(state) {
     at(id).hidden = signedOut;
   }
   at("end").hidden = state.name !== "connected";
+  if (signedOut) {
+    at("recording").hidden = true;
+  }
   offer(state);
   screen.takesInput(state.name === "connected");
   if (signedOut) {
     at("token").focus();
+  }
+}
+
+/** Nobody is recorded without being told. */
+function showRecording(mode) {
+  const link = at("recording");
+  const { short, long } = ofRecording(mode);
+  link.hidden = false;
+  link.dataset.mode = mode;
+  link.textContent = short;
+  link.title = long;
+  if (mode !== "off") {
+    link.href = `/recordings/${session.id}`;
+  } else {
+    link.removeAttribute("href");
   }
 }
 

@@ -29,6 +29,7 @@ const QUIET_AFTER_REPLAY = 500;
  * @property {{write: (bytes: Uint8Array, drawn: () => void) => void, size: () => {columns: number, rows: number},
  *             notice: (text: string) => void}} screen
  * @property {(state: State) => void} tell
+ * @property {(mode: string) => void} recorded   how what is shown from here on is recorded: "off", "best-effort" or "strict"
  * @property {(session: string | null) => void} keep   what a page that is loaded anew wants to know
  * @property {(run: () => void, ms: number) => unknown} after
  * @property {(timer: unknown) => void} cancel
@@ -146,7 +147,10 @@ export class Session {
     }
     const said = JSON.parse(data);
     if (said.type === "attached") {
+      this.world.recorded(said.recording);
       this.#attach(said);
+    } else if (said.type === "recording") {
+      this.world.recorded(said.mode);
     } else if (said.type === "exit") {
       this.#exit = { code: said.code, signal: said.signal };
     }

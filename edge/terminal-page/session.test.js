@@ -13,6 +13,7 @@ class World {
     this.asked = [];
     this.undrawn = [];
     this.notices = [];
+    this.modes = [];
     this.kept = undefined;
     this.refusal = null;
     this.screen = {
@@ -34,6 +35,7 @@ class World {
     return socket;
   };
   tell = (state) => this.states.push(state);
+  recorded = (mode) => this.modes.push(mode);
   keep = (session) => (this.kept = session);
   after = (run, ms) => {
     const timer = { run, at: this.time + ms };
@@ -57,7 +59,7 @@ class World {
     this.socket.onmessage({ data: new ArrayBuffer(length) });
   }
   attaches(position = 0, lost_bytes = 0) {
-    this.says({ type: "attached", session_id: "s", attachment: 1, position, lost_bytes });
+    this.says({ type: "attached", session_id: "s", attachment: 1, position, lost_bytes, recording: "best-effort" });
   }
   closes(code) {
     this.socket.onclose({ code });
@@ -240,4 +242,14 @@ test("what an earlier connection says late is not heard", async () => {
   world.attaches();
   onclose({ code: 1000 });
   assert.equal(world.state.name, "connected");
+});
+
+test("whoever is recorded is told, at the beginning and when it changes", async () => {
+  const world = new World();
+  const session = new Session(world);
+  await session.open();
+  world.attaches();
+  world.says({ type: "recording", mode: "off" });
+  world.says({ type: "recording", mode: "strict" });
+  assert.deepEqual(world.modes, ["best-effort", "off", "strict"]);
 });

@@ -79,6 +79,31 @@ export function ofRefusal(status, body, seconds, resumes) {
   return closed(why, "retry");
 }
 
+/**
+ * Whether what a terminal shows is recorded, and by whom.
+ * @param {string} mode  "off", "best-effort" or "strict"
+ * @returns {{short: string, long: string}}
+ */
+export function ofRecording(mode) {
+  if (mode === "off") {
+    return { short: "Not recorded", long: "The service does not record this terminal (policy terminal.recording_enabled)." };
+  }
+  const strict = mode === "strict" ? " Nothing is shown that is not recorded." : "";
+  return {
+    short: "Recorded by the service",
+    long:
+      `What this terminal shows is recorded by the service (policy terminal.recording_enabled, mode ${mode}); what is typed is not, unless ` +
+      `it is shown. You and the service's administrators can play it back.${strict}`,
+  };
+}
+
+/** Milliseconds as people say them. */
+export function ofDuration(ms) {
+  const seconds = Math.round(ms / 1000);
+  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, seconds % 60];
+  return h > 0 ? `${h} h ${m} min` : m > 0 ? `${m} min ${s} s` : `${s} s`;
+}
+
 /** The words of a button. */
 export const OFFERS = {
   new: "Open a new session",

@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { minting } from "./api.js";
-import { OFFERS, ofClose, ofRefusal } from "./words.js";
+import { minting, reading } from "./api.js";
+import { OFFERS, ofClose, ofDuration, ofRecording, ofRefusal } from "./words.js";
 
 test("every close code of the service is said in words, with what can be done", () => {
   for (const code of [1000, 1001, 1006, 1008, 1009, 1011, 1012, 1013, 4401, 4403, 4408, 4409]) {
@@ -20,6 +20,21 @@ test("a refusal says what the service says, and where to ask", () => {
   assert.equal(ofRefusal(409, body, 0, true).next, "new");
   assert.equal(ofRefusal(401, {}, 0, false).kind, "sign-in");
   assert.deepEqual(ofRefusal(429, {}, 20, false), { kind: "again", why: "The service answers 429.", next: null, seconds: 20 });
+});
+
+test("who is recorded is told by whom, by which policy and who can see it", () => {
+  for (const mode of ["best-effort", "strict"]) {
+    const { short, long } = ofRecording(mode);
+    assert.match(short, /^Recorded/);
+    for (const said of [mode, "terminal.recording_enabled", "by the service", "administrators"]) {
+      assert.ok(long.includes(said), said);
+    }
+  }
+  assert.match(ofRecording("off").short, /^Not/);
+});
+
+test("a recording is so long", () => {
+  assert.deepEqual([400, 61_000, 7_260_000].map(ofDuration), ["0 s", "1 min 1 s", "2 h 1 min"]);
 });
 
 const answer = (status, body, headers = {}) => new Response(JSON.stringify(body), { status, headers });
@@ -49,4 +64,22 @@ test("an answer that is none, and a rubbish one, are tried again or said", async
   await assert.rejects(rubbish(null), (verdict) => verdict.kind === "again");
   const limited = minting("a", () => "x", async () => answer(429, { message: "Too many." }, { "retry-after": "7" }));
   await assert.rejects(limited(null), (verdict) => verdict.seconds === 7);
+});
+
+test("a recording is fetched with the access token in a header, and what is refused is said", async () => {
+  let asked;
+  const fetchOf = reading("r", () => "secret", async (path, how) => {
+    asked = { path, how };
+    return answer(200, { id: "r" });
+  });
+  assert.deepEqual(await (await fetchOf("")).json(), { id: "r" });
+  assert.equal(asked.path, "/api/v1/recordings/r");
+  assert.equal(asked.how.headers.authorization, "Bearer secret");
+  assert.equal(asked.how.redirect, "error");
+  const refused = (status, body = {}) => reading("r", () => "x", async () => answer(status, body))("/asciicast");
+  await assert.rejects(refused(401), (verdict) => verdict.kind === "sign-in");
+  await assert.rejects(refused(404), (verdict) => /no such recording/.test(verdict.why));
+  await assert.rejects(refused(403, { message: "No.", correlation_id: "abc" }), (verdict) => verdict.why === "No. (abc)");
+  await assert.rejects(reading("r", () => "x", async () => Promise.reject(new TypeError("network")))(""), (verdict) =>
+    /cannot be reached/.test(verdict.why));
 });

@@ -11,6 +11,7 @@ mod keys;
 mod ledger;
 mod policy;
 mod shard;
+mod statement;
 mod waiting;
 
 pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
@@ -19,9 +20,10 @@ pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, Stat
 pub use gpus::GpuCount;
 pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use keys::Dependent;
-pub use ledger::{Cost, Disagreement, LedgerReport, LedgerRow, Money};
+pub use ledger::{Cost, Disagreement, LedgerFilter, LedgerReport, LedgerRow, Money};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Orphans, Overdue};
+pub use statement::{LedgerPlace, LedgerSum};
 pub use waiting::{Waiting, WaitingFilter};
 
 use crate::pool::Kept;

@@ -89,11 +89,20 @@ pub enum Role {
     Provisioning,
     /// Publishes what was committed.
     OutboxRelay,
+    /// Tells people of events.
+    NotificationRelay,
 }
 
 impl Role {
-    pub const ALL: [Self; 6] =
-        [Self::Api, Self::NodeApi, Self::TerminalGateway, Self::Entities, Self::Provisioning, Self::OutboxRelay];
+    pub const ALL: [Self; 7] = [
+        Self::Api,
+        Self::NodeApi,
+        Self::TerminalGateway,
+        Self::Entities,
+        Self::Provisioning,
+        Self::OutboxRelay,
+        Self::NotificationRelay,
+    ];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -104,6 +113,7 @@ impl Role {
             Self::Entities => "entities",
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
+            Self::NotificationRelay => "notification-relay",
         }
     }
 }

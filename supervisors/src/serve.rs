@@ -13,6 +13,7 @@ use crate::trust;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
+use crate::workers::notifications::Notifier;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::recordings::Retention;
@@ -33,6 +34,8 @@ use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysInForce};
+use edge::notifications::Notifications;
+use edge::places::Places;
 use edge::platform_roles::PlatformRoleCounters;
 use edge::polls::Polls;
 use edge::probe::{Probe, ProbeTargets, SystemResolver};
@@ -274,6 +277,8 @@ impl Process {
             probe: Probe::new(targets, Arc::new(SystemResolver), PROBE_PATIENCE),
             polls: self.polls.clone(),
             terminals: self.terminals.clone(),
+            notifications: Notifications::register(&self.registry, Some(Arc::new(self.bus.clone())))?,
+            places: Places::new(self.directory.clone()),
             connections: self.connections.clone(),
             figures: Figures::register(&self.registry)?,
             sampling: self.traces.as_ref().map_or(Sampling::NEVER, |traces| traces.sampling),
@@ -362,6 +367,8 @@ impl Process {
                 work(&consumer, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }),
             );
         }
+        let notifier = Notifier { reads: self.reads.clone(), here: Arc::clone(&self.here), bus: self.bus.clone() };
+        works.insert("notification-relay", work(&notifier, Notifier::run));
         let nudges = (self.bus.clone(), self.polls.clone(), self.terminals.clone(), self.connections.clone());
         works.insert(
             "nudges",

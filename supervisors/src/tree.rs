@@ -67,6 +67,7 @@ pub const TREE: &[Row] = &[
     row("figures", "root", EVERY, BOUNDED, "reads now and then what is shown on /metrics"),
     row("trace-export", "root", EVERY, BOUNDED, "sends spans to the collector, where one is configured"),
     row("outbox-relay", "root", &[Role::OutboxRelay], ALWAYS, "publishes committed events to JetStream"),
+    row("notification-relay", "root", &[Role::NotificationRelay], ALWAYS, "tells people of events"),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
@@ -93,12 +94,22 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap"];
+pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
-pub const SHUTDOWN: &[&str] =
-    &["edge", "provisioning", "entities", "outbox-relay", "policy", "keys", "figures", "cluster", "trace-export"];
+pub const SHUTDOWN: &[&str] = &[
+    "edge",
+    "provisioning",
+    "entities",
+    "outbox-relay",
+    "notification-relay",
+    "policy",
+    "keys",
+    "figures",
+    "cluster",
+    "trace-export",
+];
 
 const fn row(
     name: &'static str,

@@ -6,6 +6,7 @@ pub mod figures;
 pub mod housekeeping;
 pub mod keys;
 mod logins;
+pub mod notifications;
 pub mod pace;
 pub mod policy;
 pub mod provisioning;

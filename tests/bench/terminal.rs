@@ -1,10 +1,13 @@
 //! Terminals: from a keystroke to its echo, and a large file shown, through gateway, mutual TLS and the agent's pseudo-terminal, against
-//! terminado (PyPI), which serves a local shell in clear; the file against `ssh -tt` to this machine, too. Then how long it takes from
-//! asking for a terminal to its prompt, what an idle session takes in the memory of the process that serves it, and the echo once more
-//! while there are 1,000 of them, each with a shell of its own.
+//! terminado (PyPI), which serves a local shell in clear; the file against `ssh -tt` to this machine, too, and against a program that does
+//! nothing but read the pseudo-terminal: no terminal server shows more than the kernel hands out. Echo and file with recording on, as it is
+//! unless told otherwise, and off. Then how long it takes from asking for a terminal to its prompt, what an idle session takes in the memory
+//! of the process that serves it, and the echo once more while there are 1,000 of them, each with a shell of its own.
 //!
 //! All ends run on this machine; nothing of the world's balancers lies in between. `BENCH_TERMINALS` takes fewer idle sessions.
 
+#[path = "terminal/cost.rs"]
+mod cost;
 #[path = "terminal/idle.rs"]
 mod idle;
 #[path = "terminal/others.rs"]
@@ -18,10 +21,11 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use others::{Sshd, Terminado};
 use shell::Shell;
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
 use tests::bench::{Plan, Report, Turns, fewer, median, programs, rounded};
 use tests::world::terminal::Terminal;
-use tests::world::{GPUS, Rented, World};
+use tests::world::{GPUS, OnboardedNode, Rented, World};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 use tokio_tungstenite::WebSocketStream;
@@ -33,8 +37,8 @@ const IDLE: usize = 1000;
 const OF_ONE_ALLOCATION: usize = 50;
 /// The file that is shown.
 const FILE: u64 = 32 << 20;
-/// Sessions opened, one after the other, to see how long it takes.
-const OPENED: usize = 50;
+/// Sessions opened, one after the other, to see how long it takes. Each counts against the policy for a minute, though it has ended.
+const OPENED: usize = 40;
 const WITHIN: Duration = Duration::from_secs(30);
 
 const ECHO_RATIO: f64 = 2.0;
@@ -56,6 +60,10 @@ async fn run() -> anyhow::Result<()> {
         .binaries(&programs()?)
         .variable("RUST_LOG", "warn")
         .policy("rate_limit.enrollment_requests_per_minute", 1_000_000)
+        // What is shown here is far more than anybody's recording may be.
+        .policy("terminal.recording_max_session_mib", 4_096)
+        .policy("terminal.recording_max_user_mib", 1_048_576)
+        .policy("terminal.recording_max_total_mib", 1_048_576)
         .policy("terminal.sessions_per_allocation", i64::try_from(OF_ONE_ALLOCATION)?)
         .start()
         .await;
@@ -75,17 +83,31 @@ struct Measured {
     cat: Turns,
     ssh: Vec<f64>,
     cat_of_ssh: Vec<f64>,
+    /// Of what a program that only reads the terminal gets.
+    kernel: Vec<f64>,
+    cat_of_kernel: Vec<f64>,
+    /// Milliseconds of processor time for a megabyte shown: replica and agent against terminado.
+    cost: Turns,
+    /// Without recording, against the same with it.
+    echo_unrecorded: Turns,
+    cat_unrecorded: Turns,
 }
 
+/// The policy that switches recording, and how long a living session may take to heed it.
+const RECORDING: &str = "terminal.recording_enabled";
+const HEEDS_WITHIN: Duration = Duration::from_secs(4);
+
 async fn measure(world: &mut World, plan: Plan) -> anyhow::Result<Report> {
-    let mut file = tempfile::Builder::new().prefix("gpuaas-bench-").tempfile()?;
+    // The shell's user is another one where this is root.
+    let readable = std::fs::Permissions::from_mode(0o644);
+    let mut file = tempfile::Builder::new().prefix("gpuaas-bench-").permissions(readable).tempfile()?;
     let line = [b"0123456789abcdef".repeat(8).as_slice(), b"\n"].concat();
     for _ in 0..FILE / line.len() as u64 {
         file.write_all(&line)?;
     }
     let (path, bytes) = (file.path().display().to_string(), FILE / line.len() as u64 * line.len() as u64);
 
-    start_node(world).await;
+    let node = start_node(world).await;
     let allocation = world.rent(SKU, GPUS).await;
     allocation.expect_state("active").await;
     let (terminado, sshd) = (Terminado::start().await?, Sshd::start().await?);
@@ -93,14 +115,29 @@ async fn measure(world: &mut World, plan: Plan) -> anyhow::Result<Report> {
     {
         let mut ours = ours(world, &allocation).await?;
         let mut theirs = terminado.shell().await?;
+        let our_pids = [world.replicas[0].pid().context("the replica has ended")?, world.agent_pid(&node)];
         for _ in 0..plan.rounds {
             let (our, their) = (ours.echoes(plan.each).await?, theirs.echoes(plan.each).await?);
-            measured.echo.round(microseconds(&our, 0.5), microseconds(&their, 0.5));
-            let our = ours.cat(&path, bytes).await?;
-            measured.cat.round(our, theirs.cat(&path, bytes).await?);
+            let recorded_echo = microseconds(&our, 0.5);
+            measured.echo.round(recorded_echo, microseconds(&their, 0.5));
+            let (our_cat, our_cost) = cost::of(&our_pids, bytes, ours.cat(&path, bytes)).await?;
+            let (their_cat, their_cost) = cost::of(&[terminado.pid()?], bytes, theirs.cat(&path, bytes)).await?;
+            measured.cat.round(our_cat, their_cat);
+            measured.cost.round(our_cost, their_cost);
             let by_ssh = sshd.cat(&path, bytes).await?;
             measured.ssh.push(by_ssh);
-            measured.cat_of_ssh.push(our / by_ssh);
+            measured.cat_of_ssh.push(our_cat / by_ssh);
+            let kernel = others::only_read(&path, bytes).await?;
+            measured.kernel.push(kernel);
+            measured.cat_of_kernel.push(our_cat / kernel);
+
+            world.set_policy(RECORDING, false).await;
+            tokio::time::sleep(HEEDS_WITHIN).await;
+            let unrecorded = ours.echoes(plan.each).await?;
+            measured.echo_unrecorded.round(microseconds(&unrecorded, 0.5), recorded_echo);
+            measured.cat_unrecorded.round(ours.cat(&path, bytes).await?, our_cat);
+            world.set_policy(RECORDING, true).await;
+            tokio::time::sleep(HEEDS_WITHIN).await;
         }
     }
     let prompts = prompts(world, &allocation).await?;
@@ -125,12 +162,13 @@ async fn restart(world: &mut World) {
 }
 
 /// A node whose agent speaks to the replica itself.
-async fn start_node(world: &mut World) {
+async fn start_node(world: &mut World) -> OnboardedNode {
     let node = world.register(SKU).await;
     let mut bundle = world.bundle(&node).await;
     bundle.api_url = world.replicas[0].node_url();
     world.start_agent(&node.name, &bundle);
     node.expect_state("active").await;
+    node
 }
 
 /// A connection to a fresh session.
@@ -185,7 +223,8 @@ fn report(
     let (p99, prompt) = (microseconds(busy, 0.99) / 1000.0, prompts.value_at_quantile(0.5) as f64 / 1000.0);
     // The user's connection and the agent's.
     let beside = idle - 2.0 * tls;
-    let Measured { echo, cat, ssh, cat_of_ssh } = measured;
+    let Measured { echo, cat, ssh, cat_of_ssh, kernel, cat_of_kernel, cost, echo_unrecorded, cat_unrecorded } =
+        measured;
     Ok(Report::new("terminal", "us from keystroke to echo, p50", "terminado", echo)
         .figure("echo_among_idle_p50_ms", ms(microseconds(busy, 0.5)))
         .figure("echo_among_idle_p99_ms", rounded(p99))
@@ -194,6 +233,15 @@ fn report(
         .figure("cat_ratio", rounded(cat.ratio()))
         .figure("cat_ssh_mb_per_second", rounded(median(ssh)))
         .figure("cat_of_ssh_ratio", rounded(median(cat_of_ssh)))
+        .figure("cat_kernel_mb_per_second", rounded(median(kernel)))
+        .figure("cat_of_kernel_ratio", rounded(median(cat_of_kernel)))
+        .figure("cpu_ms_per_mb", rounded(cost.ours()))
+        .figure("cpu_terminado_ms_per_mb", rounded(cost.baseline()))
+        .figure("cpu_ratio", rounded(cost.ratio()))
+        .figure("echo_unrecorded_us", rounded(echo_unrecorded.ours()))
+        .figure("echo_unrecorded_of_recorded", rounded(echo_unrecorded.ratio()))
+        .figure("cat_unrecorded_mb_per_second", rounded(cat_unrecorded.ours()))
+        .figure("cat_unrecorded_of_recorded", rounded(cat_unrecorded.ratio()))
         .figure("post_to_prompt_p50_ms", rounded(prompt))
         .figure("post_to_prompt_p99_ms", rounded(prompts.value_at_quantile(0.99) as f64 / 1000.0))
         .figure("idle_session_kib", rounded(idle))
@@ -207,6 +255,9 @@ fn report(
         .figure("aim_idle_at_most_24_kib_beside_tls", aim(beside <= IDLE_KIB))
         .condition("idle_sessions", count)
         .condition("file_mib", FILE >> 20)
+        .condition("recording", "on (best-effort), where it is not said to be off")
+        .condition("kernel", "a program that reads the pseudo-terminal and does nothing with it")
+        .condition("cpu", "of replica and agent together, and of terminado's one process; without the user's end")
         .condition("shell", "bash --noprofile --norc on both ends; a keystroke every 3 ms")
         .condition("ours", "one process with all roles; TLS to it and mutual TLS from the agent; executor sandbox")
         .condition("terminado", "0.18.1, UniqueTermManager, in clear on loopback")

@@ -62,6 +62,35 @@ async fn expect_exact(by: &Client) -> Vec<Value> {
     all
 }
 
+/// The user's statements lead through the whole ledger from month to month, and their files say the same.
+async fn expect_statements(by: &Client, all: &[Value]) {
+    let months = by.get("/api/v1/billing/statements").await.ok();
+    let mut months = months["items"].as_array().unwrap().clone();
+    months.reverse();
+    let (mut balance, mut number) = (0, 0);
+    for month in months {
+        assert_eq!(micro(&month["opening_micro"]), balance, "{month}");
+        let path = format!("/api/v1/billing/statements/{}", month["month"].as_str().unwrap());
+        let statement = by.get(&path).await.ok();
+        let lines = statement["lines"].as_array().unwrap();
+        balance += lines.iter().map(|line| micro(&line["change_micro"])).sum::<i64>();
+        assert_eq!(micro(&statement["closing_micro"]), balance, "{statement}");
+        let csv = by.send(by.request(reqwest::Method::GET, &format!("{path}/csv"))).await.text;
+        for posting in csv.lines().filter(|line| line.starts_with("posting,")) {
+            let cells: Vec<&str> = posting.split(',').collect();
+            let expected = &all[number];
+            number += 1;
+            assert_eq!(cells[1], number.to_string(), "{posting}");
+            assert_eq!(
+                cells[13..16].join(","),
+                format!("{},{},{}", expected["change_micro"], expected["amount_micro"], expected["balance_micro"])
+            );
+        }
+        assert!(csv.lines().last().is_some_and(|line| line.starts_with("closing,")), "{csv}");
+    }
+    assert_eq!((balance, number), (micro(&all.last().unwrap()["balance_micro"]), all.len()));
+}
+
 /// What an allocation that is over must have cost: its price from `active` to the release request.
 fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
     let time = |name: &str| -> chrono::DateTime<chrono::Utc> {
@@ -151,6 +180,7 @@ async fn credit_is_spent_window_by_window_warned_of_used_up_and_given_again() {
     user.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0).await;
     let all = expect_exact(&user).await;
     assert_eq!(cost(&all, again.id), (owed(&released, 8), 0));
+    expect_statements(&user, &all).await;
     verified(&world).await;
     world.end().await;
 }

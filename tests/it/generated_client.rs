@@ -49,9 +49,11 @@ async fn a_generated_client_runs_the_main_job() {
     // Warnings fail it: what the generator leaves out, a client does not have.
     generate.args(["generate", "--meta", "none", "--overwrite", "--fail-on-warning", "--path"]).arg(&described);
     generate.arg("--output-path").arg(client.join("gpuaas_api"));
-    // A recording is a file to it, as to everybody.
+    // A recording and a printed statement are files to it, as to everybody.
     let config = folder.path().join("generator.yaml");
-    std::fs::write(&config, "content_type_overrides:\n  application/x-asciicast: application/octet-stream\n").unwrap();
+    let files =
+        ["application/x-asciicast", "application/pdf"].map(|kind| format!("  {kind}: application/octet-stream\n"));
+    std::fs::write(&config, format!("content_type_overrides:\n{}", files.concat())).unwrap();
     generate.arg("--config").arg(&config);
     // It formats what it made with the ruff beside it.
     let beside = python_program("ruff");

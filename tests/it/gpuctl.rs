@@ -86,6 +86,51 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_user_looks_after_their_money_by_command_line() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let balance = gpuctl.run(&["-o", "json", "billing", "balance"]).await.json();
+    let (minor, currency) = (balance["balance_minor"].as_i64().unwrap(), balance["currency"].as_str().unwrap());
+    let shown = gpuctl.run(&["billing", "balance"]).await.ok();
+    assert!(shown.contains(&format!("{minor}.000000")) && shown.contains("open"), "{shown}");
+    let ledger = gpuctl.run(&["billing", "ledger", "--kind", "credit", "--limit", "1"]).await.ok();
+    assert!(ledger.starts_with("NUMBER") && ledger.contains("credit") && ledger.contains(currency), "{ledger}");
+    let estimate = ["-o", "json", "billing", "estimate", "--sku", "h100", "--gpus", "2", "--for", "3h"];
+    let estimate = gpuctl.run(&estimate).await.json();
+    let hourly = estimate["minor_per_hour"].as_i64().unwrap();
+    assert_eq!(
+        (&estimate["cost_micro"], &estimate["is_covered"]),
+        (&json!(3_000_000 * hourly), &json!(true)),
+        "{estimate}"
+    );
+
+    let months = gpuctl.run(&["-o", "json", "billing", "statements"]).await.json();
+    let month = months["items"][0]["month"].as_str().unwrap();
+    assert_eq!(months["items"][0]["closing_minor"], balance["balance_minor"], "{months}");
+    let statement = gpuctl.run(&["billing", "statement", month]).await.ok();
+    assert!(statement.contains("CHANGE") && statement.contains(&format!("{minor}.000000")), "{statement}");
+    let file = gpuctl.home().join("it.pdf");
+    let to_file = ["billing", "statement", month, "--as", "pdf", "--to", file.to_str().unwrap()];
+    assert!(gpuctl.run(&to_file).await.ok().contains("bytes"));
+    assert!(std::fs::read(&file).unwrap().starts_with(b"%PDF-"));
+    assert!(gpuctl.run(&to_file).await.failed(2).contains("it.pdf"), "what is there stays");
+    let csv = gpuctl.run(&["billing", "statement", month, "--as", "csv", "--to", "-"]).await.ok();
+    assert!(csv.starts_with("line,number,at,") && csv.lines().last().unwrap().starts_with("closing,"), "{csv}");
+    gpuctl.run(&["billing", "statement", "1999-12", "--as", "csv"]).await.failed(2);
+    gpuctl.run(&["billing", "accounts"]).await.failed(4);
+
+    let account = balance["id"].as_str().unwrap();
+    let admin = world.logged_in("admin").await;
+    let accounts = admin.run(&["billing", "accounts", "--limit", "1000"]).await.ok();
+    assert!(accounts.contains(account), "{accounts}");
+    let theirs = admin.run(&["billing", "ledger", "--account", account, "--limit", "1"]).await.ok();
+    assert!(theirs.contains(currency), "{theirs}");
+    assert!(admin.run(&["billing", "balance", "--account", account]).await.ok().contains("opened"));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_own() {
     let mut world = World::start().await;
     world.node("h100").await;
@@ -304,8 +349,74 @@ async fn the_replica_that_serves_the_terminal_is_killed_and_the_session_goes_on(
     world.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recorded_user_is_told_and_recordings_are_listed_kept_and_played_back() {
+    let mut world = World::start().await;
+    world.node("h100").await;
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation], 100, 30);
+    let told = "is recorded by the service (policy terminal.recording_enabled, mode best-effort)";
+    screen.shows(told).await;
+    screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
+    screen.shows("begun").await;
+    let hostile = r"printf '\033]0;owned\007\033]52;c;b3duZWQ=\007\033[6n\033[31mcome%s\033[0m\n' again";
+    screen.enter(&format!("sleep 3; {hostile}; exit\r")).await;
+    assert!(screen.ends().await.success());
+
+    let until = std::time::Instant::now() + tests::world::PATIENCE;
+    let recording = loop {
+        let listed = gpuctl.run(&["-o", "json", "recordings", "list", &allocation]).await.json();
+        match listed["items"].as_array().unwrap().as_slice() {
+            [one] if one["complete"] == true => break one["id"].as_str().unwrap().to_owned(),
+            _ => assert!(std::time::Instant::now() < until, "{listed}"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    let shown = gpuctl.run(&["recordings", "show", &recording]).await.ok();
+    assert!(shown.contains(&allocation) && shown.contains("complete"), "{shown}");
+
+    let file = gpuctl.home().join("kept.cast");
+    let keep = ["recordings", "download", &recording, "--to", file.to_str().unwrap()];
+    gpuctl.run(&keep).await.ok();
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    gpuctl.run(&keep).await.failed(2);
+    let kept = std::fs::read_to_string(&file).unwrap();
+    let streamed = gpuctl.run(&["recordings", "download", &recording, "--to", "-"]).await.ok();
+    assert!(kept == streamed && kept.contains("comeagain"), "{streamed}");
+    gpuctl.run(&["recordings", "play", &recording]).await.failed(2);
+
+    // At four times the pace, and drawing is all that it does.
+    let began = std::time::Instant::now();
+    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording, "--speed", "4"], 80, 24);
+    player.shows("comeagain").await;
+    assert!(player.ends().await.success(), "{}", player.text());
+    assert!(began.elapsed() > Duration::from_millis(600), "it is played at its own pace");
+    let text = player.text();
+    assert!(text.contains("\u{1b}[31mcomeagain\u{1b}[0m"), "{text:?}");
+    assert!(!text.contains("owned") && !text.contains("b3du") && !text.contains("\u{1b}[6n"), "{text:?}");
+    assert!(!player.is_raw());
+    // Paused it stands still, and whoever has seen enough goes.
+    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording], 100, 30);
+    player.shows("begun").await;
+    player.enter(" ").await;
+    player.look(Duration::from_secs(4)).await;
+    while player.look(Duration::from_secs(4)).await {}
+    assert!(!player.text().contains("comeagain"), "{}", player.text());
+    player.enter("q").await;
+    assert!(player.ends().await.success() && !player.is_raw(), "{}", player.text());
+
+    let other = world.logged_in("user2").await;
+    other.run(&["recordings", "download", &recording]).await.failed(5);
+    other.run(&["recordings", "list", "--all"]).await.failed(4);
+    let admin = world.logged_in("admin").await;
+    let all = admin.run(&["-o", "json", "recordings", "list", "--all"]).await.json();
+    assert_eq!(all["items"][0]["id"], json!(recording), "{all}");
+    world.end().await;
+}
+
 /// The replica with the user's connection.
-async fn serving(world: &World) -> usize {
+pub(crate) async fn serving(world: &World) -> usize {
     for index in 0..world.replicas.len() {
         let page = world.at_replica(index, "admin").once(reqwest::Method::GET, "/metrics", None).await.text;
         if page.lines().any(|line| line == "terminal_connections 1") {

@@ -1,11 +1,16 @@
 //! The README's recipes for operators, followed word by word: taken out of its text, and run in a shell where it is to be read.
 
+use crate::browser::Browser;
+use crate::gpuctl::serving;
+use crate::system_executor::onboarded;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
+use supervisors::dev::environment::EnvironmentFile;
 use supervisors::dev::process::free_port;
+use tests::world::gpuctl::OnScreen;
 use tests::world::{PATIENCE, World};
 use tokio::process::Command;
 
@@ -19,6 +24,13 @@ const IN_TROUBLE: [&str; 4] = [
     "**A node moved behind a proxy**",
 ];
 const CA_ROTATION: &str = "**CA rotation.**";
+const IN_A_BROWSER: [&str; 2] = ["**Renting it.**", "**A terminal in the browser.**"];
+const BY_COMMAND_LINE: [&str; 6] =
+    ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
+
+/// What `deploy/up` gives its replicas, and tells in `.dev/env`.
+const REFRESH: (&str, &str) =
+    ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
 
 /// As long as all of it may take.
 const WITHIN: Duration = Duration::from_secs(300);
@@ -45,15 +57,24 @@ fn recipe(readme: &str, name: &str) -> String {
     code
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_operators_recipes_hold_word_by_word() {
-    let plan =
-        World::plan().replicas(3).policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
-    let plan =
-        plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
-    let world = plan.variable("INTERNAL_JWKS_REFRESH_TOKEN", &hex::encode([7; 32])).start().await;
+/// Recipes one after the other, each under its name.
+fn recipes(readme: &str, names: &[&str]) -> String {
+    names.iter().map(|name| format!("echo '--- {name}'\n{}", recipe(readme, name))).collect()
+}
 
-    // What a checkout in which `deploy/up` runs is to a shell.
+/// What a checkout in which `deploy/up` runs is to a shell.
+struct Followed {
+    folder: tempfile::TempDir,
+    _env: EnvironmentFile,
+}
+
+impl Followed {
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+fn followed(world: &World) -> Followed {
     let folder = tempfile::tempdir().unwrap();
     let built = world.settings.executable.parent().unwrap().to_owned();
     fs::create_dir_all(folder.path().join("target")).unwrap();
@@ -65,13 +86,26 @@ async fn the_operators_recipes_hold_word_by_word() {
     let (settings, replicas) = (&world.settings, &world.replicas);
     let env = supervisors::dev::variables(settings, replicas, &world.identity, &world.nats, &world.postgres).unwrap();
     let _env = env.write(&folder.path().join(".dev/env")).unwrap();
+    Followed { folder, _env }
+}
 
-    let readme = fs::read_to_string(checkout().join("README.md")).unwrap();
+fn readme() -> String {
+    fs::read_to_string(checkout().join("README.md")).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_operators_recipes_hold_word_by_word() {
+    let plan =
+        World::plan().replicas(3).policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
+    let plan =
+        plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
+    let world = plan.variable(REFRESH.0, REFRESH.1).start().await;
+
+    let folder = followed(&world);
+    let readme = readme();
     let rotation = recipe(&readme, CA_ROTATION);
     let mut script = "trap 'kill \"$agent\" \"$(cat \"$ingress/pid\")\"' EXIT\n".to_owned();
-    for name in BY_HAND.into_iter().chain(IN_TROUBLE) {
-        script.extend([&format!("echo '--- {name}'\n"), recipe(&readme, name).as_str()]);
-    }
+    script.push_str(&recipes(&readme, &[BY_HAND, IN_TROUBLE].concat()));
     script.push_str("echo '--- CA rotation'\n");
     script.push_str(&rotation);
     script
@@ -101,5 +135,80 @@ async fn the_operators_recipes_hold_word_by_word() {
     }
     let moved = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.env")).unwrap();
     assert!(moved.contains(&format!("SVC_API_URL='https://{port}'")), "it polls through the proxy");
+    tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
+    let mut world = World::plan().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
+    // Without root nobody comes in by SSH: that is said, and this left out.
+    let Some((_, mut machine)) = onboarded(&mut world).await else { return world.end().await };
+    // The host key is told with the agent's first word.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let folder = followed(&world);
+    let script = format!("set -eu\n{}echo all''followed\n", recipes(&readme(), &BY_COMMAND_LINE));
+    let home = folder.path().display().to_string();
+    let mut screen = OnScreen::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
+
+    screen.shows("--- **A terminal").await;
+    screen.shows("is recorded by the service (policy terminal.recording_enabled, mode best-effort)").await;
+    screen.enter("PS1='ready> '; stty -echo; echo it is $((6 * 7)) for $USER\r").await;
+    screen.shows("it is 42 for gpu").await;
+    screen.enter("for i in $(seq 1 200); do echo line-$i; sleep 0.02; done; echo all''done\r").await;
+    screen.shows("line-20\r").await;
+    let killed = serving(&world).await;
+    world.kill9_replica(killed);
+    screen.shows("alldone").await;
+    screen.enter("exit\r").await;
+
+    screen.shows("--- **Recordings").await;
+    screen.shows("session.cast has ").await;
+    screen.shows("--- **SSH").await;
+    screen.shows("uid=").await;
+    screen.shows("allfollowed").await;
+    let ended = screen.ends().await;
+    let text = screen.text();
+    assert!(ended.success(), "{text}");
+    let (live, again) = text.split_once("--- **Recordings").unwrap();
+    let expected: Vec<String> = (1..=200).map(|i| format!("line-{i}")).collect();
+    for shown in [live, again] {
+        let lines: Vec<&str> = shown.lines().map(str::trim).filter(|line| line.starts_with("line-")).collect();
+        assert_eq!(lines, expected, "{text}");
+    }
+    assert!(again.contains("Host gpu-") && again.contains("released"), "{text}");
+    let cast = fs::read_to_string(folder.path().join(".dev/run/gpuctl/session.cast")).unwrap();
+    assert!(cast.starts_with("{") && cast.contains("line-200"), "{cast:.200}");
+
+    world.restart_replica(killed).await;
+    assert!(machine.stop_agent().is_some_and(|status| status.success()));
+    tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_address_and_the_token_that_the_readme_prints_open_a_terminal_in_a_browser() {
+    let world = World::plan().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
+    let folder = followed(&world);
+    let names = [&BY_HAND[..], &IN_A_BROWSER].concat();
+    let script = format!("trap 'kill \"$agent\"' EXIT\n{}read -r _\n", recipes(&readme(), &names));
+    let home = folder.path().display().to_string();
+    let mut screen = OnScreen::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
+    screen.shows("token:   ey").await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    screen.look(Duration::from_millis(200)).await;
+    let text = screen.text();
+    let said = |name: &str| {
+        let line = text.lines().rev().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} {text}"));
+        line[name.len()..].trim().to_owned()
+    };
+    let mut browser = Browser::start(&[]).await;
+    assert_eq!(browser.open(&said("address:")).await, 200);
+    browser.fill("#token", &said("token:")).await;
+    browser.click("#sign-in button").await;
+    browser.reads("#state", "Connected").await;
+    browser.enter("echo it is $((6 * 7))").await;
+    browser.draws("it is 42").await;
+    browser.end().await;
+    screen.enter("\r").await;
+    assert!(screen.ends().await.success(), "{}", screen.text());
     tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
 }

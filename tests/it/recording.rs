@@ -73,7 +73,7 @@ async fn play(world: &World, session: Uuid) -> Played {
 }
 
 /// The recording, once the node has said that nothing follows.
-async fn complete(world: &World, session: Uuid) -> Value {
+pub(crate) async fn complete(world: &World, session: Uuid) -> Value {
     let path = format!("/api/v1/recordings/{session}");
     let until = Instant::now() + 2 * PATIENCE;
     loop {

@@ -117,6 +117,9 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let allocation = world.user.post("/api/v1/allocations", &wanted).await.created();
     let key = json!({ "name": "swept", "public_key": ssh_public_key("swept") });
     let key = world.user.post("/api/v1/ssh-keys", &key).await.created();
+    let second_key = json!({ "name": "swept too", "public_key": ssh_public_key("swept too") });
+    let second_key = world.user.post("/api/v1/ssh-keys", &second_key).await.created();
+    let user_id = world.identity.person("user").expect("the user is known").id;
     let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
     let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
     let account_key = world.user.once(Method::POST, &account_key, None).await.created();
@@ -143,15 +146,26 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
-        one("/api/v1/admin/billing/accounts/{id}", account_of_user),
+        both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
+        ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
         one("/api/v1/recordings/{id}", terminal.session),
+        ("/recordings/{session_id}", vec![("{session_id}", terminal.session.to_string())]),
+        (
+            "/api/v1/admin/users/{user_id}/ssh-keys",
+            vec![("{user_id}", user_id.to_string()), ("{id}", id_of(&second_key).to_string())],
+        ),
         one("/api/v1/ssh-keys/{id}", id_of(&key)),
         both("/api/v1/service-accounts/{id}", id(id_of(&account)), ("{key_id}", id_of(&account_key).to_string())),
     ]
+}
+
+/// Of which whoever has an account has a statement.
+fn this_month() -> String {
+    chrono::Utc::now().format("%Y-%m").to_string()
 }
 
 /// Waits for the first that is recorded of a shell.

@@ -418,3 +418,25 @@ async fn a_gateway_that_hangs_does_not_keep_its_user_from_another() {
     world.signal_replica(0, Signal::SIGCONT);
     world.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_the_policy_wants_it_a_connection_comes_again_with_a_new_token_and_loses_nothing() {
+    let mut world = World::plan().policy("terminal.reauthorize_after_seconds", 1).start().await;
+    world.node("h100").await;
+    let allocation = world.rent("h100", 1).await;
+    allocation.expect_state("active").await;
+    let (mut terminal, session) = world.terminal(allocation.id).await;
+    prompt(&mut terminal).await;
+    terminal.enter("kept=yes; echo sa''id\n").await;
+    terminal.shows("said").await;
+    assert_eq!(terminal.close_code().await, 1012, "who was let in long ago shows anew that they are");
+    // Whoever has an access token that holds goes on; who has none gets no token.
+    let gone = world.stranger().as_bearer("eyJhbGciOiJub25lIn0.e30.");
+    world.try_ticket(&gone, allocation.id, Some(session)).await.refused(401, "unauthenticated");
+    let ticket = world.ticket(&world.user.clone(), allocation.id, Some(session)).await;
+    let mut again = world.gateway().open(&ticket.token, Some(terminal.position)).await;
+    assert_eq!(again.attached().await["lost_bytes"], 0);
+    again.enter("echo still-$kept\n").await;
+    again.shows("still-yes").await;
+    world.end().await;
+}

@@ -28,6 +28,7 @@ pub mod ingress;
 pub mod line;
 mod logs;
 pub mod machine;
+pub mod notifications;
 mod plan;
 pub mod recovering;
 mod store;

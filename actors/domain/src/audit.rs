@@ -92,8 +92,8 @@ actions! {
     SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
 
     SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
-    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or was refused";
-    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or was refused";
+    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or an administrator did, or that was refused";
+    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or an administrator did among theirs, or that was refused";
     SshKeysChoose "ssh_keys.choose": "the keys that open one allocation were chosen, or that was refused";
     SshKeysReconcile "ssh_keys.reconcile": "a node wrote the keys that open an allocation, or could not";
 
@@ -114,6 +114,7 @@ actions! {
     KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
     KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
     KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
+    NotificationsBroadcast "notifications.broadcast": "an operator said something to everybody who listens: severity, message";
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 

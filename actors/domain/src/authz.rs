@@ -167,6 +167,8 @@ pub enum Action {
     SeeBilling,
     /// Open billing accounts, give and take by a reason.
     AdjustBilling,
+    /// Say something to everybody who listens.
+    Announce,
     /// Bring money into one's own account, or one's organisation's.
     Pay,
     /// Ask back what one paid oneself. A service account asks for none. The machine checks whose it is.
@@ -183,7 +185,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -201,6 +203,7 @@ impl Action {
         Self::ReadRecordings,
         Self::SeeBilling,
         Self::AdjustBilling,
+        Self::Announce,
         Self::Pay,
         Self::AskMoneyBack,
         Self::KeepKeys,
@@ -218,6 +221,7 @@ impl Action {
             | Self::OperateRuntime
             | Self::RescueAllocations
             | Self::OperateTerminals
+            | Self::Announce
             | Self::ManagePolicy => Rule::Admin,
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),

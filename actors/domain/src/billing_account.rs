@@ -399,6 +399,12 @@ impl BillingAccount {
         self.balance.minus(due)
     }
 
+    /// What is set aside for what is not active yet.
+    #[must_use]
+    pub fn held(&self) -> Micro {
+        self.meters.values().filter(|meter| meter.run.is_none()).map(|meter| meter.held).sum()
+    }
+
     /// What runs costs an hour, in minor units.
     #[must_use]
     pub fn burn_minor_per_hour(&self) -> i64 {

@@ -7,8 +7,8 @@
 use crate::allocation::{self, Placed};
 use crate::billing_account::{self, Holder};
 use crate::id::{
-    AllocationId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PaymentId, PolicyId, PolicyValueId, RefundId,
-    SkuId, TerminalSessionId,
+    AllocationId, AnnouncementId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PaymentId, PolicyId,
+    PolicyValueId, RefundId, SkuId, TerminalSessionId,
 };
 use crate::key_set::Purpose;
 use crate::machine::Timestamp;
@@ -322,6 +322,11 @@ pub enum Event {
         purpose: Purpose,
         version: u64,
     },
+
+    // An operator speaks to everybody.
+    Announced {
+        announcement_id: AnnouncementId,
+    },
 }
 
 /// A JetStream stream.
@@ -332,10 +337,12 @@ pub enum Stream {
     Policy,
     Terminals,
     Billing,
+    Notifications,
 }
 
 impl Stream {
-    pub const ALL: [Self; 5] = [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals, Self::Billing];
+    pub const ALL: [Self; 6] =
+        [Self::Provisioning, Self::Nodes, Self::Policy, Self::Terminals, Self::Billing, Self::Notifications];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -345,6 +352,7 @@ impl Stream {
             Self::Policy => "POLICY",
             Self::Terminals => "TERMINALS",
             Self::Billing => "BILLING",
+            Self::Notifications => "NOTIFICATIONS",
         }
     }
 
@@ -357,6 +365,7 @@ impl Stream {
             Self::Policy => &["policy.>"],
             Self::Terminals => &["terminal.>"],
             Self::Billing => &["billing.>"],
+            Self::Notifications => &["notification.>"],
         }
     }
 }
@@ -406,7 +415,7 @@ impl Event {
     /// Type and stream of every event: the row to review when one is added.
     #[must_use]
     pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Billing, Nodes, Policy, Provisioning, Terminals};
+        use Stream::{Billing, Nodes, Notifications, Policy, Provisioning, Terminals};
         match self {
             Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
             Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
@@ -455,6 +464,7 @@ impl Event {
             // Its subject ends in the key, so that whoever cares for one key hears of that one.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
             Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
+            Self::Announced { .. } => ("notification.announced", Notifications),
         }
     }
 
@@ -517,6 +527,7 @@ impl Event {
             Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
             Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
             Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
+            Self::Announced { announcement_id } => EntityRef { kind: Kind::Announcement, id: announcement_id.0 },
         }
     }
 
@@ -644,14 +655,15 @@ impl Event {
             | Self::NodeStateChanged { .. }
             | Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
-            | Self::TrustChanged { .. } => Reaction::Nothing,
+            | Self::TrustChanged { .. }
+            | Self::Announced { .. } => Reaction::Nothing,
         }
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::machine::Command as _;
     use crate::recording::Mode;
@@ -660,7 +672,7 @@ mod tests {
     use uuid::Uuid;
 
     /// One of each variant, the options filled.
-    fn every_event() -> Vec<Event> {
+    pub(crate) fn every_event() -> Vec<Event> {
         let allocation_id = AllocationId(Uuid::from_u128(1));
         let node_id = NodeId(Uuid::from_u128(2));
         let deadline_at = Timestamp::UNIX_EPOCH;
@@ -749,6 +761,7 @@ mod tests {
                 is_dispute: false,
                 amount_minor: 1,
             },
+            Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
         ]
     }
 
@@ -801,6 +814,7 @@ mod tests {
             Event::RefundFailed { .. } => 43,
             Event::PaymentReversed { .. } => 44,
             Event::ReversalUndone { .. } => 45,
+            Event::Announced { .. } => 46,
         }
     }
 

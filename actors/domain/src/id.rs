@@ -74,6 +74,8 @@ typed_id! {
     KeySetId,
     /// The prepaid money of a user or an org.
     BillingAccountId,
+    /// What an operator said to everybody.
+    AnnouncementId,
     /// Money that somebody brings in through the payment processor.
     PaymentId,
     /// What somebody asked back, of a payment or of an allocation's cost.
@@ -129,6 +131,8 @@ kinds! {
     KeySet = "key_set": crate::key_set::KeySet,
     /// The prepaid money of a user or an org, and the meters of what it is spent on.
     BillingAccount = "billing_account": crate::billing_account::BillingAccount,
+    /// What an operator said to everybody.
+    Announcement = "announcement": crate::announcement::Announcement,
     /// Money that somebody brings in through the payment processor, and what goes back of it.
     Payment = "payment": crate::payment::Payment,
     /// What operators had done to a part of the running cluster.

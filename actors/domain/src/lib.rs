@@ -12,6 +12,7 @@
 
 pub mod again;
 pub mod allocation;
+pub mod announcement;
 pub mod audit;
 pub mod authz;
 pub mod billing_account;
@@ -25,6 +26,7 @@ pub mod ledger;
 pub mod machine;
 pub mod money;
 pub mod node;
+pub mod notification;
 pub mod payment;
 pub mod placement;
 pub mod policy;
@@ -42,9 +44,9 @@ pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId, NodeId,
-    PaymentId, PolicyId, PolicyValueId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId,
-    TaskId, TerminalSessionId, TokenId,
+    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId,
+    NodeId, PaymentId, PolicyId, PolicyValueId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId,
+    SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

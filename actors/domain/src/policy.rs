@@ -112,7 +112,7 @@ policy_keys! {
     AllocationReleaseMaxAttempts = "allocation.release_max_attempts": int(10, 1, 1000), "Clean-up attempts before the node is fenced.";
     AllocationReleaseBackoffMax = "allocation.release_backoff_max_seconds": int(300, 1, 86_400), "Cap of the pause between clean-up attempts.";
     AllocationQueueMax = "allocation.queue_max_seconds": int(86_400, 0, 604_800), "Longest time that a request may wait for capacity.";
-    AllocationEventStreams = "allocation.event_streams_per_user": int(128, 1, 4096), "Streams of allocations' transitions that one user may have open at one process.";
+    AllocationEventStreams = "allocation.event_streams_per_user": int(128, 1, 4096), "Streams of allocations' transitions that one user may have open.";
     RateLimitApi = "rate_limit.api_requests_per_minute": int(120, 1, 1_000_000), "Requests per user.";
     RateLimitTerminalToken = "rate_limit.terminal_token_requests_per_minute": int(10, 1, 100_000), "Terminal token minting.";
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";
@@ -121,6 +121,7 @@ policy_keys! {
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens, per address; who has a good token is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
+    TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";
     TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Terminal sessions are recorded: what is shown, never what is typed.";
     TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails: the session goes on and the recording says what is missing, or nothing is shown that is not recorded.";
@@ -130,6 +131,7 @@ policy_keys! {
     TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
     NotificationLowBalance = "notification.low_balance_enabled": switch(true), "Low-balance alerts.";
     NotificationBalanceDepleted = "notification.balance_depleted_enabled": switch(true), "Depletion alerts.";
+    NotificationConnections = "notification.connections_per_user": int(32, 1, 1000), "Connections for notifications that one user may have open.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
     AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";

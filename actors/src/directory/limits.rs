@@ -75,9 +75,10 @@ impl Directory {
         }
     }
 
-    /// These shards' cells are another's to keep.
+    /// These shards' cells, and the places that somebody has, are another's to keep.
     pub fn forget_cells(&self, shards: &BTreeSet<Shard>) {
         self.cells.forget(|cell| shards.contains(&shard_of(cell)));
+        self.places.forget(|owner| shards.contains(&shard_of(owner)));
     }
 
     /// The answer to another member's question; `None` where `payload` is none.

@@ -262,6 +262,26 @@ async fn what_was_sent_and_not_answered_is_unknown_and_safe_to_ask_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn places_are_kept_by_the_owner_of_their_shard_alone() {
+    use crate::places::Word;
+    let pair = Pair::owned_there().await;
+    let take = async |n: u128| {
+        let place = Uuid::from_u128(n);
+        pair.here.place(ALLOCATION, place, Word::Take { most: 2 }, SECOND).await.unwrap()
+    };
+    assert_eq!([take(1).await, take(2).await, take(3).await], [true, true, false]);
+    let left = pair.there.place(ALLOCATION, Uuid::from_u128(1), Word::Leave, SECOND).await;
+    assert_eq!((left.unwrap(), take(3).await), (false, true));
+    let elsewhere = Uuid::from_u128(0x71);
+    assert_ne!(shard_of(ALLOCATION), shard_of(elsewhere));
+    let nobodys = pair.here.place(elsewhere, Uuid::from_u128(1), Word::Keep, SECOND).await;
+    assert_eq!(nobodys, Err(Unlimited::NotKept), "who does not own the shard keeps nothing of it");
+    *pair.bus.other.lock().unwrap() = None;
+    let unheard = pair.here.place(ALLOCATION, Uuid::from_u128(4), Word::Keep, SECOND).await;
+    assert_eq!(unheard, Err(Unlimited::Away(RemoteError::NoResponders)));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_bus_that_cannot_be_reached_is_unavailable() {
     let pair = Pair::owned_there().await;
     pair.bus.next_is([Fate::Fails(RemoteError::Unreachable("no route".to_owned()))]);

@@ -84,7 +84,7 @@ impl Way for OwnWay {
                 .max_message_size(Some(MESSAGE))
                 .max_frame_size(Some(MESSAGE))
                 .read_buffer_size(4 * 1024)
-                .write_buffer_size(0)
+                .write_buffer_size(MESSAGE)
                 .max_write_buffer_size(8 * MESSAGE);
             match client_async_with_config(request, stream, Some(limits)).await {
                 Ok((socket, _)) => Ok(socket),

@@ -37,13 +37,14 @@ const SHARED: [(Checked, &str); 12] = [
 ];
 
 /// Files that carry the tenant's name or uid and belong to root.
-const NAMED: [(Checked, &str); 6] = [
+const NAMED: [(Checked, &str); 7] = [
     (Checked::Cron, "/var/spool/cron/crontabs"),
     (Checked::Mail, "/var/spool/mail"),
     (Checked::SessionFiles, "/run/user"),
     (Checked::SessionFiles, "/run/sudo/ts"),
     (Checked::SessionFiles, "/var/lib/sudo/lectured"),
     (Checked::SessionFiles, "/var/lib/systemd/linger"),
+    (Checked::SessionFiles, "/run/systemd/users"),
 ];
 
 /// A kind of System V object: where the kernel lists it, in which columns its id, its owner and its maker stand.

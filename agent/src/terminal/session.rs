@@ -28,6 +28,8 @@ use super::recording::{Came, Recorder};
 const REST: Duration = Duration::from_millis(250);
 /// How long a program that ended while nobody was connected waits for somebody to hear of it.
 const LINGER: Duration = Duration::from_secs(60);
+/// As much as the kernel hands out at once, nearly.
+const A_FLOOD: usize = 3840;
 /// With nobody connected and the buffer full, output is read at this pace, so that one who writes without end costs little.
 const UNHEARD_PAUSE: Duration = Duration::from_millis(10);
 /// How often it is said that the program ended, until that is known.
@@ -201,7 +203,7 @@ impl Session {
     }
 
     async fn live(&mut self) -> End {
-        let mut buffer = vec![0; CHUNK];
+        let mut gathering = Gathering::new();
         let say = self.say.clone();
         loop {
             if let Some(exit) = self.is_over() {
@@ -228,13 +230,11 @@ impl Session {
                         permit.send(up);
                     }
                 }
-                read = read(&mut self.reader, &mut buffer, read_after), if may_read => {
-                    match read {
-                        Ok(length @ 1..) => self.recorder.output(&buffer[..length]),
-                        // EIO: every process of the terminal has closed it.
-                        Ok(0) | Err(_) => self.silent = true,
-                    }
-                }
+                read = gathering.read(&mut self.reader, read_after), if may_read => match read {
+                    Ok(1..) => self.recorder.output(gathering.take()),
+                    // EIO: every process of the terminal has closed it.
+                    Ok(0) | Err(_) => self.silent = true,
+                },
                 came = self.recorder.comes(), if self.recorder.is_busy() => match came {
                     Came::Show(bytes) => self.said(&bytes),
                     Came::Ended => self.recording = Some(Mode::Off),
@@ -358,17 +358,47 @@ impl Session {
     }
 }
 
-/// What is there, and not before that time. The kernel hands out 4 KiB at once, and there is often more.
-async fn read(reader: &mut OwnedReadPty, buffer: &mut [u8], not_before: Instant) -> std::io::Result<usize> {
-    if Instant::now() < not_before {
-        sleep_until(not_before).await;
+/// Reads the terminal. The kernel hands out 4 KiB at once, and there is often more.
+struct Gathering {
+    buffer: Box<[u8]>,
+    filled: usize,
+    /// So much was there when it was last waited for more.
+    waited_at: usize,
+}
+
+impl Gathering {
+    fn new() -> Self {
+        Self { buffer: vec![0; CHUNK].into(), filled: 0, waited_at: 0 }
     }
-    let mut filled = reader.read(buffer).await?;
-    // Whatever ends it is said again by the next read.
-    while let Some(Ok(more @ 1..)) = reader.read(&mut buffer[filled..]).now_or_never() {
-        filled += more;
+
+    /// How much there is, read not before that time. What was read stays where this is dropped.
+    async fn read(&mut self, reader: &mut OwnedReadPty, not_before: Instant) -> std::io::Result<usize> {
+        if self.filled == 0 {
+            if Instant::now() < not_before {
+                sleep_until(not_before).await;
+            }
+            self.filled = reader.read(&mut self.buffer).await?;
+        }
+        while self.filled < self.buffer.len() {
+            // Whatever ends it is said again by the next read.
+            if let Some(Ok(more @ 1..)) = reader.read(&mut self.buffer[self.filled..]).now_or_never() {
+                self.filled += more;
+            } else if self.filled - self.waited_at >= A_FLOOD {
+                // Who said so much says more in a moment; the echo of a keystroke does not wait for it.
+                self.waited_at = self.filled;
+                tokio::task::yield_now().await;
+            } else {
+                break;
+            }
+        }
+        Ok(self.filled)
     }
-    Ok(filled)
+
+    fn take(&mut self) -> &[u8] {
+        let filled = std::mem::take(&mut self.filled);
+        self.waited_at = 0;
+        &self.buffer[..filled]
+    }
 }
 
 fn exit_of(status: Option<ExitStatus>) -> Exit {

@@ -23,6 +23,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const CONNECTS_WITHIN: Duration = Duration::from_secs(10);
 const HEARS_WITHIN: Duration = Duration::from_secs(10);
+/// Messages that go out together, at most.
+const TOGETHER: usize = 16;
 const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
 
 /// An open stream.
@@ -171,7 +173,16 @@ impl Stream {
                     },
                     _ = beat.tick() => Message::Ping(Vec::new().into()),
                 };
-                match timeout(SENDS_WITHIN, sink.send(message)).await {
+                let sending = async {
+                    sink.feed(message).await?;
+                    // What is said together goes out together.
+                    for _ in 0..TOGETHER {
+                        let Ok(said) = from_session.try_recv() else { break };
+                        sink.feed(Message::Binary(said.encode().into())).await?;
+                    }
+                    sink.flush().await
+                };
+                match timeout(SENDS_WITHIN, sending).await {
                     Ok(Ok(())) => {}
                     Ok(Err(error)) => return error.to_string(),
                     Err(_) => return "the control plane takes nothing".to_owned(),

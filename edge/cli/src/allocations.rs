@@ -110,7 +110,7 @@ const IN_A_LIST: [Column; 7] = [
     ("WHY", "/state_reason"),
 ];
 
-const ALONE: [Column; 22] = [
+const ALONE: [Column; 25] = [
     ("id", "/id"),
     ("state", "/state"),
     ("why", "/state_reason"),
@@ -131,6 +131,9 @@ const ALONE: [Column; 22] = [
     ("requested", "/requested_at"),
     ("active since", "/active_at"),
     ("released", "/released_at"),
+    ("minor a GPU an hour", "/price/amount_minor_per_gpu_hour"),
+    ("cost so far, minor", "/cost_to_date_minor"),
+    ("billed until", "/billed_until"),
     ("state ends by", "/deadline_at"),
     ("overdue", "/overdue"),
 ];

@@ -129,9 +129,22 @@ impl Api {
 
     /// A stream of events after `last`. One attempt.
     pub(crate) async fn stream(&self, path: &str, last: Option<&str>) -> Result<Response, Failure> {
+        self.begun(path, "text/event-stream", last).await
+    }
+
+    /// An answer that is too long to be read at once.
+    pub(crate) async fn open(&self, path: &str, media_type: &str) -> Result<Response, Failure> {
+        match self.begun(path, media_type, None).await {
+            // The login was renewed, if it could be.
+            Err(failure) if failure.ended == Ended::LoggedOut => self.begun(path, media_type, None).await,
+            begun => begun,
+        }
+    }
+
+    async fn begun(&self, path: &str, media_type: &str, last: Option<&str>) -> Result<Response, Failure> {
         let token = self.session.token().await?;
         let mut request = self.streams.get(self.at(path)).bearer_auth(token.expose_secret());
-        request = request.header(header::ACCEPT, "text/event-stream");
+        request = request.header(header::ACCEPT, media_type);
         if let Some(last) = last {
             request = request.header("Last-Event-ID", last);
         }
@@ -150,7 +163,7 @@ impl Api {
         Err(Failure::of_answer(status, &body, after))
     }
 
-    fn at(&self, path: &str) -> String {
+    pub(crate) fn at(&self, path: &str) -> String {
         format!("{}{path}", self.base.as_str().trim_end_matches('/'))
     }
 

@@ -9,6 +9,9 @@
 //! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
+//! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
+//! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
+//! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
 //! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
@@ -23,15 +26,20 @@
 mod allocations;
 mod api;
 mod audit;
+mod billing;
 mod duration;
 mod events;
 mod failure;
+mod file;
 mod login;
 mod nodes;
+mod notifications;
 mod out;
 mod policy;
 mod progress;
+mod recordings;
 mod skus;
+mod socket;
 mod ssh;
 mod ssh_keys;
 mod terminal;
@@ -112,6 +120,15 @@ enum Command {
     Ssh(ssh::SshArgs),
     /// Opens a terminal on an allocation.
     Terminal(terminal::TerminalArgs),
+    /// What happens to what is yours, as it happens.
+    #[command(subcommand, alias = "notification")]
+    Notifications(notifications::Command),
+    /// What terminals showed, to be played back.
+    #[command(subcommand, alias = "recording")]
+    Recordings(recordings::Command),
+    /// Your prepaid money.
+    #[command(subcommand)]
+    Billing(billing::Command),
     /// The SSH keys that open what you rent.
     #[command(subcommand, alias = "ssh-key")]
     SshKeys(ssh_keys::Command),
@@ -163,6 +180,9 @@ async fn run(arguments: Arguments) -> Result<u8, Failure> {
         Command::Allocations(command) => allocations::run(command, &connection.api()?).await?,
         Command::Ssh(args) => return ssh::run(args, &connection).await,
         Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
+        Command::Notifications(command) => notifications::run(command, &connection.api()?).await?,
+        Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,
+        Command::Billing(command) => billing::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,

@@ -2,8 +2,8 @@
 
 mod connection;
 mod escape;
-mod raw;
-mod screen;
+pub(crate) mod raw;
+pub(crate) mod screen;
 mod session;
 
 use crate::api::Api;

@@ -35,6 +35,11 @@ fn what_is_no_command_line_ends_with_2() {
         "gpuctl nodes retire 0198f000-0000-7000-8000-000000000000",
         "gpuctl login --device --username ann --issuer https://id.example",
         "gpuctl skus list --limit 0",
+        "gpuctl billing estimate --gpus 1",
+        "gpuctl billing statement November",
+        "gpuctl billing statement 2026-11 --to file",
+        "gpuctl billing statement 2026-11 --as docx",
+        "gpuctl billing ledger --from yesterday",
         "gpuctl --output xml whoami",
         "gpuctl --idempotency-key= whoami",
     ] {

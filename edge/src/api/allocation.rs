@@ -2,7 +2,6 @@
 
 mod events;
 mod logins;
-mod places;
 mod view;
 
 use actors::Answered;
@@ -26,7 +25,6 @@ use uuid::Uuid;
 
 pub(super) use events::*;
 pub(super) use logins::*;
-pub(super) use places::Streams;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};

@@ -31,6 +31,9 @@ const LOOK_BACK: u32 = 1000;
 /// A request by somebody with the role `user` or `admin`.
 pub(crate) struct ByUser(pub(crate) Asking);
 
+/// Somebody with the role `user` or `admin`, as their token names them: for what lasts longer than a request.
+pub(crate) struct Person(pub(crate) Caller);
+
 /// A request by an administrator.
 pub(crate) struct ByAdmin(pub(crate) Asking);
 
@@ -79,13 +82,28 @@ impl FromRequestParts<Services> for ByUser {
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
         let caller = within_limit(parts, services).await?;
         let asking = Asking::of(caller, parts, services).await?;
-        if asking.caller.roles.is_empty() {
-            return Err(ApiError::forbidden(
-                "Your account has neither the role `user` nor `admin`; ask an administrator for one.",
-            ));
-        }
+        has_a_role(&asking.caller)?;
         Ok(Self(asking))
     }
+}
+
+impl FromRequestParts<Services> for Person {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        let caller = within_limit(parts, services).await?;
+        has_a_role(&known(caller.clone()))?;
+        Ok(Self(caller))
+    }
+}
+
+fn has_a_role(caller: &authz::Caller) -> Result<(), ApiError> {
+    if caller.roles.is_empty() {
+        return Err(ApiError::forbidden(
+            "Your account has neither the role `user` nor `admin`; ask an administrator for one.",
+        ));
+    }
+    Ok(())
 }
 
 impl FromRequestParts<Services> for ByAdmin {

@@ -1,23 +1,26 @@
 //! Money: what there is, what it went to, and what something would cost (decisions 6).
 
-mod view;
+pub(super) mod view;
 
 use actors::place::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
+use chrono::{DateTime, Utc};
 use domain::billing_account::{BillingAccount, Command, Holder, Reply};
+use domain::ledger::PostingKind;
 use domain::money::{Currency, Rate};
 use domain::policy::Key;
-use domain::{BillingAccountId, Kind};
-use persistence::read::{LedgerRow, ListFilter};
+use domain::{AllocationId, BillingAccountId, Kind};
+use persistence::read::{LedgerFilter, LedgerRow, ListFilter};
 use serde::{Deserialize, Serialize};
+use utoipa::openapi::schema::{Object, ObjectBuilder, SchemaType, Type};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::asking::{AdjustBilling, Asking, ByUser, May, SeeBilling, replayed};
-use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, GpuCount, Reason, SkuRef};
+use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::sku;
 use super::stored::{self, current};
 use crate::body::{self, Path, Query};
@@ -34,6 +37,9 @@ pub(super) struct Wanted {
     /// A SKU's name or id.
     sku: SkuRef,
     gpu_count: GpuCount,
+    /// For how long, where that is known; up to a year.
+    #[param(inline)]
+    seconds: Option<EstimatedSeconds>,
 }
 
 /// Whose account is to be opened: a user's or an organisation's.
@@ -71,9 +77,26 @@ pub(super) struct AccountFilter {
     org_id: Option<ClaimId>,
 }
 
-#[derive(Debug, Deserialize, Serialize)]
+/// Which postings; what is left out admits all.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
-pub(super) struct NoFilter {}
+#[into_params(parameter_in = Query)]
+pub(super) struct PostingFilter {
+    /// Of this kind.
+    #[param(schema_with = kinds)]
+    kind: Option<PostingKind>,
+    /// For this allocation.
+    allocation_id: Option<Uuid>,
+    /// Posted at this instant or later.
+    from: Option<DateTime<Utc>>,
+    /// Posted before this instant.
+    until: Option<DateTime<Utc>>,
+}
+
+fn kinds() -> Object {
+    let names = PostingKind::ALL.map(PostingKind::name);
+    ObjectBuilder::new().schema_type(SchemaType::new(Type::String)).enum_values(Some(names)).build()
+}
 
 /// What is in your account, or in your organisation's where your token names one.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The account.", body = AccountView)))]
@@ -95,17 +118,17 @@ pub(super) async fn balance(
 #[utoipa::path(
     get,
     path = "/",
-    params(PageQuery),
+    params(PageQuery, PostingFilter),
     responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
 )]
 pub(super) async fn ledger(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    listing: Listing<NoFilter>,
+    listing: Listing<PostingFilter>,
 ) -> Result<Json<Items<LedgerView>>, ApiError> {
     let account = id_of(&holder_of(&asking));
     let page = listing.page("billing/ledger", &account.to_string(), Order::NewestFirst)?;
-    postings(&services, account, &page).await
+    postings(&services, account, &listing.filter, &page).await
 }
 
 /// What an allocation would cost, and whether your account covers its beginning.
@@ -127,7 +150,8 @@ pub(super) async fn estimate(
     let now = services.world.now();
     let window = services.world.policy().seconds(Key::BillingWindow, &holder.scopes(), now);
     let rate = Rate::of(price, wanted.gpu_count.0);
-    Ok(Json(EstimateView::of(price, rate, account.as_deref(), now, window)))
+    let seconds = wanted.seconds.map(|seconds| seconds.0);
+    Ok(Json(EstimateView::of(price, rate, seconds, account.as_deref(), now, window)))
 }
 
 /// All accounts, oldest first.
@@ -206,18 +230,18 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id"), PageQuery),
+    params(("id" = Uuid, Path, description = "The account's id"), PageQuery, PostingFilter),
     responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
 )]
 pub(super) async fn ledger_of(
     _: May<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    listing: Listing<NoFilter>,
+    listing: Listing<PostingFilter>,
 ) -> Result<Json<Items<LedgerView>>, ApiError> {
     current::<BillingAccount>(&services, id).await?.ok_or_else(|| ApiError::not_found("billing account"))?;
     let page = listing.page("admin/billing/ledger", &id.to_string(), Order::NewestFirst)?;
-    postings(&services, id, &page).await
+    postings(&services, id, &listing.filter, &page).await
 }
 
 /// Gives to an account, or takes from it what is there, for a reason.
@@ -256,11 +280,11 @@ pub(super) async fn adjust(
 }
 
 /// Who pays for what the caller rents.
-fn holder_of(asking: &Asking) -> Holder {
+pub(super) fn holder_of(asking: &Asking) -> Holder {
     Holder::paying_for(&asking.caller.user_id, asking.caller.org_id.as_deref())
 }
 
-fn id_of(holder: &Holder) -> Uuid {
+pub(super) fn id_of(holder: &Holder) -> Uuid {
     id_of_name(Kind::BillingAccount, &holder.to_string())
 }
 
@@ -288,12 +312,34 @@ fn shown(services: &Services, reply: Reply) -> Result<AccountView, ApiError> {
     Ok(AccountView::of(&account, now, window))
 }
 
-async fn postings(services: &Services, account: Uuid, page: &Page) -> Result<Json<Items<LedgerView>>, ApiError> {
+async fn postings(
+    services: &Services,
+    account: Uuid,
+    given: &PostingFilter,
+    page: &Page,
+) -> Result<Json<Items<LedgerView>>, ApiError> {
+    let account = BillingAccountId(account);
+    let filter = LedgerFilter {
+        kind: given.kind,
+        allocation: given.allocation_id.map(AllocationId),
+        after: number_before(services, account, given.from).await?,
+        until: number_before(services, account, given.until).await?,
+    };
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
-    let found = services.reads.ledger(BillingAccountId(account), before, rows).await?;
+    let found = services.reads.ledger(account, &filter, before, rows).await?;
     // A posting's number stands where other lists have an id.
     let place =
         |row: &LedgerRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.number.unsigned_abs())) };
     Ok(Json(page.answer(found.items, place, LedgerView::from)))
+}
+
+/// The number of the last posting before that instant, if one was given.
+async fn number_before(
+    services: &Services,
+    account: BillingAccountId,
+    at: Option<DateTime<Utc>>,
+) -> Result<Option<i64>, ApiError> {
+    let Some(at) = at else { return Ok(None) };
+    Ok(services.reads.ledger_places(account, &[at]).await?.first().map(|place| place.number))
 }

@@ -210,6 +210,8 @@ numbers! {
     TokenTtl: u32, 5 to 86400;
     /// How long to wait for capacity, in seconds; policy `allocation.queue_max_seconds` may allow less.
     QueueSeconds: u32, 0 to 604800;
+    /// How long something is rented, in seconds.
+    EstimatedSeconds: u32, 1 to 31622400;
     /// Minor units of the currency (cents) per GPU and hour.
     PriceMinor: i64, 0 to 10000000;
     /// Minor units: given where it is more than zero, taken where it is less. Policy `billing.adjustment_max_minor` may allow less.

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{Asking, ByUser, replayed};
-use super::field::{Label, PublicKeyText};
+use super::asking::{Asking, ByAdmin, ByUser, replayed};
+use super::field::{ClaimId, Label, PublicKeyText};
 use super::stored::find;
 use crate::body::{self, Path};
 use crate::error::ApiError;
@@ -59,7 +59,11 @@ pub(super) struct NoFilter {}
 
 /// The tenant entity of the caller.
 pub(super) fn tenant_of(asking: &Asking) -> Uuid {
-    id_of_name(Kind::Tenant, &asking.caller.user_id)
+    tenant(&asking.caller.user_id)
+}
+
+fn tenant(user_id: &str) -> Uuid {
+    id_of_name(Kind::Tenant, user_id)
 }
 
 /// The caller's keys, oldest first.
@@ -74,9 +78,32 @@ pub(super) async fn list(
     State(services): State<Services>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<SshKeyView>>, ApiError> {
-    let owner = &asking.caller.user_id;
+    page_of(&services, &asking.caller.user_id, &listing).await
+}
+
+/// A user's keys, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"), PageQuery),
+    responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)),
+)]
+pub(super) async fn list_of_user(
+    _: ByAdmin,
+    State(services): State<Services>,
+    Path(user_id): Path<ClaimId>,
+    listing: Listing<NoFilter>,
+) -> Result<Json<Items<SshKeyView>>, ApiError> {
+    page_of(&services, &user_id, &listing).await
+}
+
+async fn page_of(
+    services: &Services,
+    owner: &str,
+    listing: &Listing<NoFilter>,
+) -> Result<Json<Items<SshKeyView>>, ApiError> {
     let page = listing.page("ssh-keys", owner, Order::OldestFirst)?;
-    let tenant = find::<Tenant>(&services, tenant_of(&asking)).await?;
+    let tenant = find::<Tenant>(services, tenant(owner)).await?;
     let mut keys: Vec<_> = tenant.into_iter().flat_map(|stored| stored.it.keys.into_values()).collect();
     keys.sort_by_key(|key| (key.created_at, key.id));
     // A position is kept in microseconds.
@@ -144,8 +171,30 @@ const fn cause_of(error: &SshPublicKeyError) -> KeyCause {
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    let command = Command::DeleteKey { key: SshKeyId(id) };
-    asking.ask::<Tenant>(tenant_of(&asking), command, &()).await?;
+    deleted(&asking, &asking.caller.user_id, id).await
+}
+
+/// Deletes a user's key.
+///
+/// Where it was the default, their oldest other one is from now on. It opens nothing any more, also of what runs; whoever is logged in stays.
+#[utoipa::path(
+    delete,
+    path = "/",
+    params(
+        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
+        ("id" = Uuid, Path, description = "The key's id"),
+    ),
+    responses((status = 204, description = "It is gone.")),
+)]
+pub(super) async fn delete_of_user(
+    ByAdmin(asking): ByAdmin,
+    Path((user_id, id)): Path<(ClaimId, Uuid)>,
+) -> Result<StatusCode, ApiError> {
+    deleted(&asking, &user_id, id).await
+}
+
+async fn deleted(asking: &Asking, owner: &str, id: Uuid) -> Result<StatusCode, ApiError> {
+    asking.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }, &()).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -157,10 +206,32 @@ pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Resu
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn make_default(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::MakeDefault { key: SshKeyId(id) };
-    let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &()).await?;
+    made_default(&asking, &asking.caller.user_id, id).await
+}
+
+/// Makes one of a user's own keys their default one.
+///
+/// An administrator chooses among the keys that the user has, and adds none: whose key it is could come in as the user.
+#[utoipa::path(
+    post,
+    path = "/",
+    params(
+        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
+        ("id" = Uuid, Path, description = "The key's id"),
+    ),
+    responses((status = 200, description = "The key.", body = SshKeyView)),
+)]
+pub(super) async fn make_default_of_user(
+    ByAdmin(asking): ByAdmin,
+    Path((user_id, id)): Path<(ClaimId, Uuid)>,
+) -> Result<impl IntoResponse, ApiError> {
+    made_default(&asking, &user_id, id).await
+}
+
+async fn made_default(asking: &Asking, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
+    let answered = asking.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }, &()).await?;
     let replayed = replayed(&answered);
-    Ok((replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
+    Ok((replayed, Json(view(key_of(answered.reply)?, owner))))
 }
 
 fn key_of(reply: Reply) -> Result<SshKey, ApiError> {

@@ -1,7 +1,8 @@
-//! The page with a terminal: a browser is enough for a shell on what is rented.
+//! The page with a terminal, and the one that plays a recording back: a browser is enough for a shell on what is rented, and to see what it
+//! showed.
 //!
-//! The page holds no secret and is the same for everybody. Its user gives it their access token, which it keeps in its tab, and it does
-//! what any client does: asks for a terminal token and connects to the gateway. Its files are built in (`build.rs`); it asks no other host.
+//! A page holds no secret and is the same for everybody. Its user gives it their access token, which it keeps in its tab, and it does
+//! what any client does: asks for a terminal token and connects to the gateway, or fetches a recording. Its files are built in (`build.rs`); it asks no other host.
 
 use std::sync::LazyLock;
 
@@ -15,15 +16,16 @@ use uuid::Uuid;
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
-use crate::terminal::origin_of;
+use crate::websocket::origin_of;
 
-const PAGE: &str = include_str!("../../terminal-page/index.html");
+const TERMINAL: &str = include_str!("../../terminal-page/index.html");
+const RECORDING: &str = include_str!("../../terminal-page/recording.html");
 
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 
-/// What the page loads: its own files, and xterm.js from npm.
-const ASSETS: [(&str, &str, &str); 9] = [
+/// What the pages load: their own files, and from npm xterm.js and asciinema's player.
+const ASSETS: [(&str, &str, &str); 12] = [
     ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
     ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
     ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
@@ -33,6 +35,9 @@ const ASSETS: [(&str, &str, &str); 9] = [
     ("xterm.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/xterm.mjs"))),
     ("addon-fit.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/addon-fit.mjs"))),
     ("xterm.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/xterm.css"))),
+    ("recording.js", SCRIPT, include_str!("../../terminal-page/recording.js")),
+    ("asciinema-player.min.js", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.min.js"))),
+    ("asciinema-player.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.css"))),
 ];
 
 /// One file, with what tells its versions apart.
@@ -52,13 +57,12 @@ static LOADED: LazyLock<Vec<Asset>> = LazyLock::new(|| {
     ASSETS.into_iter().map(asset).collect()
 });
 
-/// What the page may do: run its own scripts, which make no markup out of text, and talk to this service. xterm.js writes its colours and
-/// sizes into a style sheet of its own making.
-fn page_may(terminal_url: &str) -> Result<HeaderValue, ApiError> {
-    let gateway = origin_of(terminal_url);
+/// What a page may do: run this service's scripts, and talk to this service and whom `connects` names. xterm.js and the player write colours
+/// and sizes into style sheets of their own making. `scripts`: what scripts may do beside that; `markup`: who may make markup out of text.
+fn page_may(connects: &str, scripts: &str, markup: &str) -> Result<HeaderValue, ApiError> {
     let may = format!(
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self' {gateway}; \
-         base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        "default-src 'none'; script-src 'self'{scripts}; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'{connects}; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types {markup}"
     );
     HeaderValue::from_str(&may).map_err(|_| ApiError::internal("the address of terminals is no header's text"))
 }
@@ -77,19 +81,39 @@ pub(super) async fn page(
     State(services): State<Services>,
     Path(_allocation): Path<Uuid>,
 ) -> Result<Response, ApiError> {
+    let gateway = origin_of(&services.addresses.terminal_url);
+    Ok(shown(TERMINAL, page_may(&format!(" {gateway}"), "", "'none'")?))
+}
+
+/// A page that plays a recording back.
+///
+/// It is the same page for everybody: in it the terminal's user, or an administrator, gives an access token, by which it asks for the
+/// recording. Open it at the control plane's public URL.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("session_id" = Uuid, Path, description = "The terminal session's id")),
+    responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+)]
+pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, ApiError> {
+    // The player draws by a WebAssembly module, and its buttons are markup, which `recording.js` looks through.
+    Ok(shown(RECORDING, page_may("", " 'wasm-unsafe-eval'", "default")?))
+}
+
+fn shown(page: &'static str, may: HeaderValue) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
-        (header::CONTENT_SECURITY_POLICY, page_may(&services.addresses.terminal_url)?),
+        (header::CONTENT_SECURITY_POLICY, may),
         (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
         (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         // Whoever opened this page in a window has no hold on it.
         (HeaderName::from_static("cross-origin-opener-policy"), HeaderValue::from_static("same-origin")),
     ];
-    Ok((headers, PAGE).into_response())
+    (headers, page).into_response()
 }
 
-/// A script or style sheet of the page with a terminal.
+/// A script or style sheet of the pages with a terminal and with a recording.
 #[utoipa::path(
     get,
     path = "/",
@@ -104,7 +128,7 @@ pub(super) async fn page(
 )]
 pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
     let found = LOADED.iter().find(|asset| asset.name == name);
-    let Asset { kind, etag, bytes, .. } = found.ok_or_else(|| ApiError::not_found("file of the page"))?;
+    let Asset { kind, etag, bytes, .. } = found.ok_or_else(|| ApiError::not_found("file of these pages"))?;
     // Asked for each time, and sent where it is another: no page is put together of two versions for long.
     let headers = [
         (header::CONTENT_TYPE, kind.clone()),

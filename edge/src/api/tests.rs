@@ -18,5 +18,6 @@ mod service_accounts;
 mod service_tokens;
 mod skus;
 mod ssh_keys;
+mod statements;
 mod terminal_page;
 mod world;

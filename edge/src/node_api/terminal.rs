@@ -31,6 +31,8 @@ use uuid::Uuid;
 use wire::terminal::{Down, MESSAGE, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
 
 const QUEUE: usize = 16;
+/// Messages that go out together, at most.
+const TOGETHER: usize = 16;
 const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
 /// Who tells a session that a policy may have changed.
 const NODE_API: &str = "node-api";
@@ -67,7 +69,8 @@ pub(super) async fn stream(
         .max_frame_size(MESSAGE)
         // Of each session, and most say nothing most of the time; a long message gets room of its own.
         .read_buffer_size(4 * 1024)
-        .write_buffer_size(0)
+        // What is said together goes out together: acknowledgements and keystrokes are short.
+        .write_buffer_size(4 * 1024)
         .max_write_buffer_size(8 * MESSAGE);
     let scopes = found.it.scopes();
     Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes, held }.run(socket)))
@@ -209,7 +212,15 @@ async fn speak(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiv
             },
             _ = beat.tick() => Message::Ping(Vec::new().into()),
         };
-        match timeout(SENDS_WITHIN, sink.send(message)).await {
+        let sending = async {
+            sink.feed(message).await?;
+            for _ in 0..TOGETHER {
+                let Ok(down) = downs.try_recv() else { break };
+                sink.feed(Message::Binary(down.encode().into())).await?;
+            }
+            sink.flush().await
+        };
+        match timeout(SENDS_WITHIN, sending).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return error.to_string(),
             Err(_) => return "the agent takes nothing".to_owned(),

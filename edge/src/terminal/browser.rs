@@ -8,7 +8,9 @@ use super::gateway::ask;
 use super::{Ending, Link, until_over};
 use crate::correlation::Scope;
 use crate::services::Services;
+use crate::websocket::{CLOSES_WITHIN, Close, Controls, MISUSED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, WebSocket};
+use domain::policy::Key;
 use domain::recording::Mode;
 use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
@@ -18,7 +20,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
-use tokio_tungstenite::tungstenite;
 use uuid::Uuid;
 use wire::terminal::{CHUNK, Down, INPUT_WINDOW, OUTPUT_WINDOW, Up};
 
@@ -30,12 +31,10 @@ const LOOKS_FOR: Duration = Duration::from_secs(60);
 const LOOKS_EVERY: Duration = Duration::from_millis(100);
 /// How long a session that has ended may take to say the rest.
 const REST: Duration = Duration::from_secs(3);
-const CLOSES_WITHIN: Duration = Duration::from_secs(2);
-/// Output that comes without a pause is acknowledged in steps of so many bytes.
+/// Output is acknowledged in steps of so many bytes, and what is less after this long: an acknowledgement of each keystroke's echo would be
+/// as much work as the echo.
 const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
-/// Control messages and pings a second, on average and at once; more is no person.
-const CONTROLS_A_SECOND: u64 = 50;
-const CONTROLS_AT_ONCE: u64 = 200;
+const ACKNOWLEDGES_WITHIN: Duration = Duration::from_millis(100);
 
 /// What a client says in a text frame.
 #[derive(Debug, Deserialize)]
@@ -83,21 +82,18 @@ enum ToUser {
 
 /// Close codes (decisions 5), each with a word for people.
 pub(super) mod close {
-    use super::{CLOSES_WITHIN, CloseReason, Message, WebSocket};
-    use axum::extract::ws::CloseFrame;
+    use super::CloseReason;
+    use crate::websocket::Close;
+    pub(in crate::terminal) use crate::websocket::{REVOKED, TOKEN};
 
-    pub(in crate::terminal) const TOKEN: (u16, &str) = (4401, "token_invalid");
-    pub(in crate::terminal) const REVOKED: (u16, &str) = (4403, "revoked");
-    pub(super) const LIFETIME: (u16, &str) = (4408, "lifetime");
-    pub(super) const REPLACED: (u16, &str) = (4409, "replaced");
-    pub(super) const EXITED: (u16, &str) = (1000, "exited");
-    pub(super) const MISUSED: (u16, &str) = (1008, "not understood, or too much of it");
-    pub(super) const TOO_BIG: (u16, &str) = (1009, "a message is too long");
-    const FAILED: (u16, &str) = (1011, "the node could not run the session, or lost it; open another");
-    pub(super) const RESTARTS: (u16, &str) = (1012, "connect again with a new token");
-    pub(super) const AWAY: (u16, &str) = (1013, "the node cannot be reached; connect again later");
+    pub(super) const LIFETIME: Close = (4408, "lifetime");
+    pub(super) const REPLACED: Close = (4409, "replaced");
+    pub(super) const EXITED: Close = (1000, "exited");
+    const FAILED: Close = (1011, "the node could not run the session, or lost it; open another");
+    pub(super) const RESTARTS: Close = (1012, "connect again with a new token");
+    pub(super) const AWAY: Close = (1013, "the node cannot be reached; connect again later");
 
-    pub(super) const fn of(reason: &CloseReason) -> (u16, &'static str) {
+    pub(super) const fn of(reason: &CloseReason) -> Close {
         match reason {
             CloseReason::Exited { .. } => EXITED,
             CloseReason::Failed { .. } => FAILED,
@@ -108,7 +104,7 @@ pub(super) mod close {
     }
 
     /// As [`of`], of a reason's code.
-    pub(in crate::terminal) fn of_code(code: &str) -> (u16, &'static str) {
+    pub(in crate::terminal) fn of_code(code: &str) -> Close {
         match code {
             "exited" => EXITED,
             "failed" => FAILED,
@@ -116,14 +112,6 @@ pub(super) mod close {
             "lifetime" => LIFETIME,
             _ => REVOKED,
         }
-    }
-
-    pub(super) fn frame((code, reason): (u16, &'static str)) -> Message {
-        Message::Close(Some(CloseFrame { code, reason: reason.into() }))
-    }
-
-    pub(in crate::terminal) async fn now(socket: &mut WebSocket, why: (u16, &'static str)) {
-        let _ = tokio::time::timeout(CLOSES_WITHIN, socket.send(frame(why))).await;
     }
 }
 
@@ -134,6 +122,7 @@ pub(super) struct Browser {
     pub(super) session: TerminalSession,
     pub(super) attachment: u32,
     pub(super) from: Option<u64>,
+    pub(super) since: Instant,
 }
 
 /// Why it does not go on over this link.
@@ -143,7 +132,7 @@ enum Parted {
     /// The user is gone, without or with a word.
     User,
     /// It ends, with this code.
-    Close((u16, &'static str)),
+    Close(Close),
 }
 
 /// How far it is, over all links.
@@ -159,6 +148,8 @@ struct Progress {
     sent: AtomicU64,
     taken: AtomicU64,
     room: Notify,
+    /// The client asked whether anybody is there.
+    pinged: Notify,
     /// Input waits for the program, so that nothing that the client says can be read.
     stuck: AtomicBool,
 }
@@ -170,7 +161,7 @@ impl Browser {
         let (mut sink, mut stream) = socket.split();
         let why = self.live(&mut sink, &mut stream).await;
         if let Some(why) = why {
-            let _ = timeout(CLOSES_WITHIN, sink.send(close::frame(why))).await;
+            let _ = timeout(CLOSES_WITHIN, sink.send(frame(why))).await;
         }
         let detach = Command::Detach { attachment: self.attachment };
         if let Err(error) = ask(&self.services, &self.scope, self.session.id, detach).await {
@@ -183,7 +174,7 @@ impl Browser {
         &self,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
-    ) -> Option<(u16, &'static str)> {
+    ) -> Option<Close> {
         let progress = Progress::default();
         let over = until_over(&self.services, self.session.id, Some(self.attachment));
         let stopping = self.services.stopping.cancelled();
@@ -217,7 +208,7 @@ impl Browser {
     }
 
     /// Where this process slept past the session's end, its user's silence is none.
-    fn has_outlived_itself(&self) -> Option<(u16, &'static str)> {
+    fn has_outlived_itself(&self) -> Option<Close> {
         (self.services.world.now() >= self.session.ends_at).then_some(close::LIFETIME)
     }
 
@@ -227,7 +218,7 @@ impl Browser {
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
-    ) -> Option<(u16, &'static str)> {
+    ) -> Option<Close> {
         loop {
             let Some(link) = self.link(progress).await else { return Some(close::AWAY) };
             match self.talk(link, progress, sink, stream).await {
@@ -270,10 +261,9 @@ impl Browser {
         progress.sent.store(0, Ordering::Relaxed);
         progress.taken.store(0, Ordering::Relaxed);
         let Link { up, down, attachment, _held: held } = link;
-        let (answers, answer) = mpsc::channel(8);
         let parted = tokio::select! {
-            parted = self.to_user(up, &down, answer, attachment, progress, sink) => parted,
-            parted = from_user(&down, &answers, attachment, progress, stream) => parted,
+            parted = self.to_user(up, &down, attachment, progress, sink) => parted,
+            parted = from_user(&down, attachment, progress, stream) => parted,
         };
         // The agent is told that the user is gone.
         drop(held);
@@ -284,7 +274,6 @@ impl Browser {
         &self,
         mut up: mpsc::Receiver<Up>,
         down: &mpsc::Sender<Down>,
-        mut answers: mpsc::Receiver<ToUser>,
         attachment: u32,
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
@@ -292,31 +281,42 @@ impl Browser {
         let mut asks = interval(ASKS_EVERY);
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut expected = None;
-        let mut acknowledged = progress.delivered.load(Ordering::Relaxed);
+        let mut flushed = progress.delivered.load(Ordering::Relaxed);
+        let mut acknowledged = flushed;
+        let mut acknowledge_at: Option<Instant> = None;
         loop {
-            // What came together goes out together, and is acknowledged once.
+            // What came together goes out together.
             let delivered = progress.delivered.load(Ordering::Relaxed);
-            if delivered > acknowledged && (up.is_empty() || delivered - acknowledged >= ACKNOWLEDGES_EVERY) {
+            if delivered > flushed && (up.is_empty() || delivered - flushed >= ACKNOWLEDGES_EVERY) {
                 if sink.flush().await.is_err() {
                     return Parted::User;
                 }
-                acknowledged = delivered;
+                flushed = delivered;
+                acknowledge_at = acknowledge_at.or(Some(Instant::now() + ACKNOWLEDGES_WITHIN));
+            }
+            let is_time = acknowledge_at.is_some_and(|at| at <= Instant::now());
+            if flushed > acknowledged && (is_time || flushed - acknowledged >= ACKNOWLEDGES_EVERY) {
+                (acknowledged, acknowledge_at) = (flushed, None);
                 let waits_for_client =
                     progress.acknowledges.load(Ordering::Relaxed) && !progress.stuck.load(Ordering::Relaxed);
-                let ack = Down::Ack { attachment, position: delivered };
+                let ack = Down::Ack { attachment, position: flushed };
                 if !waits_for_client && down.send(ack).await.is_err() {
                     return Parted::Link;
                 }
             }
             let said = tokio::select! {
                 said = up.recv() => said,
-                Some(answer) = answers.recv() => {
-                    if sink.send(text(&answer)).await.is_err() {
+                () = sleep_until(acknowledge_at.unwrap_or_else(Instant::now)), if acknowledge_at.is_some() => continue,
+                () = progress.pinged.notified() => {
+                    if sink.send(text(&ToUser::Pong)).await.is_err() {
                         return Parted::User;
                     }
                     continue;
                 }
                 _ = asks.tick() => {
+                    if self.overstays() {
+                        return Parted::Close(close::RESTARTS);
+                    }
                     if sink.send(Message::Ping(Vec::new().into())).await.is_err() {
                         return Parted::User;
                     }
@@ -329,7 +329,7 @@ impl Browser {
                     expected = Some(position);
                     let first = !progress.knows.swap(true, Ordering::Relaxed);
                     progress.delivered.store(position, Ordering::Relaxed);
-                    acknowledged = position;
+                    (flushed, acknowledged, acknowledge_at) = (position, position, None);
                     // A link that was made anew behind its back is news only where something is missing.
                     if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
                         return Parted::User;
@@ -373,6 +373,14 @@ impl Browser {
         }
     }
 
+    /// Whether its user is to show anew that they are let in: a new token takes an access token that holds, which whoever was put out at the
+    /// identity provider has not for long.
+    fn overstays(&self) -> bool {
+        let world = &self.services.world;
+        let after = world.policy().int(Key::TerminalReauthorize, &self.session.scopes(), world.now());
+        u64::try_from(after).is_ok_and(|after| after > 0 && self.since.elapsed() >= Duration::from_secs(after))
+    }
+
     fn attached(&self, position: u64, lost_bytes: u64) -> ToUser {
         ToUser::Attached {
             session_id: self.session.id.0,
@@ -387,12 +395,11 @@ impl Browser {
 
 async fn from_user(
     down: &mpsc::Sender<Down>,
-    answers: &mpsc::Sender<ToUser>,
     attachment: u32,
     progress: &Progress,
     stream: &mut SplitStream<WebSocket>,
 ) -> Parted {
-    let mut controls = Controls { left: CONTROLS_AT_ONCE, at: Instant::now() };
+    let mut controls = Controls::default();
     let mut silent_at = Instant::now() + SILENT_AFTER;
     loop {
         let message = tokio::select! {
@@ -403,7 +410,7 @@ async fn from_user(
         let said = match message {
             None => return Parted::User,
             Some(Err(error)) => {
-                return if is_too_big(&error) { Parted::Close(close::TOO_BIG) } else { Parted::User };
+                return if is_too_big(&error) { Parted::Close(TOO_BIG) } else { Parted::User };
             }
             Some(Ok(Message::Close(_))) => return Parted::User,
             Some(Ok(Message::Binary(bytes))) => {
@@ -421,7 +428,7 @@ async fn from_user(
                 if controls.take() {
                     continue;
                 }
-                return Parted::Close(close::MISUSED);
+                return Parted::Close(MISUSED);
             }
             Some(Ok(Message::Text(said))) => said,
         };
@@ -429,7 +436,7 @@ async fn from_user(
         let understood = serde_json::from_str::<FromUser>(&said);
         let counts = !matches!(understood, Ok(FromUser::Ack { .. }));
         if counts && !controls.take() {
-            return Parted::Close(close::MISUSED);
+            return Parted::Close(MISUSED);
         }
         let sent = match understood {
             Ok(FromUser::Resize { columns, rows }) => down.send(Down::Resize { columns, rows }).await.is_ok(),
@@ -442,10 +449,10 @@ async fn from_user(
             Ok(FromUser::Exit) => down.send(Down::Close).await.is_ok(),
             Ok(FromUser::Ping) => {
                 // Who asks faster than it listens is answered once.
-                let _ = answers.try_send(ToUser::Pong);
+                progress.pinged.notify_one();
                 true
             }
-            Err(_) => return Parted::Close(close::MISUSED),
+            Err(_) => return Parted::Close(MISUSED),
         };
         if !sent {
             return Parted::Link;
@@ -469,30 +476,6 @@ async fn make_room(down: &mpsc::Sender<Down>, attachment: u32, bytes: u64, progr
     }
     progress.stuck.store(false, Ordering::Relaxed);
     progress.sent.fetch_add(bytes, Ordering::Relaxed);
-}
-
-/// How many control messages may still come.
-struct Controls {
-    left: u64,
-    at: Instant,
-}
-
-impl Controls {
-    fn take(&mut self) -> bool {
-        let passed = u64::try_from(self.at.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let again = passed.saturating_mul(CONTROLS_A_SECOND) / 1000;
-        if again > 0 {
-            self.left = self.left.saturating_add(again).min(CONTROLS_AT_ONCE);
-            self.at = Instant::now();
-        }
-        self.left.checked_sub(1).map(|left| self.left = left).is_some()
-    }
-}
-
-fn is_too_big(error: &axum::Error) -> bool {
-    let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
-    let mut protocol = causes.filter_map(|cause| cause.downcast_ref::<tungstenite::Error>());
-    protocol.any(|error| matches!(error, tungstenite::Error::Capacity(_)))
 }
 
 fn exit_of(exit: Exit) -> ToUser {

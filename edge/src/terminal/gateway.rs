@@ -10,11 +10,12 @@ use crate::correlation::{Outermost, Scope, Service};
 use crate::error::{ApiError, Code};
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
 use crate::services::Services;
+use crate::websocket::{self, Close, check_origin, close_now, no_upgrade};
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::{MatchedPath, Request, State, WebSocketUpgrade};
-use axum::http::{HeaderMap, Uri, header};
+use axum::http::{HeaderMap, Uri};
 use axum::response::Response;
 use axum::routing::get;
 use chrono::TimeDelta;
@@ -25,6 +26,7 @@ use domain::terminal_session::{Command, Digest, Rejection, Reply, TerminalSessio
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
+use tokio::time::Instant;
 use tower::ServiceExt as _;
 use wire::terminal::MESSAGE;
 
@@ -83,10 +85,7 @@ async fn connect(
         ));
     }
     check_origin(&services, &headers)?;
-    let upgrade = upgrade.map_err(|error| {
-        ApiError::new(Code::UpgradeRequired, "This is a WebSocket: connect with one (RFC 6455, over HTTP/1.1).")
-            .because(error)
-    })?;
+    let upgrade = upgrade.map_err(no_upgrade)?;
     let offered = offered(&headers)?;
     if !offered.speaks {
         return Err(ApiError::invalid_request(format!("Offer the subprotocol `{PROTOCOL}`.")));
@@ -108,51 +107,27 @@ async fn connect(
         .max_write_buffer_size(8 * MESSAGE);
     Ok(match admitted {
         Ok((attachment, session)) => upgrade.on_upgrade(move |socket| {
-            let from = offered.from;
-            async move { Browser { services, scope, session, attachment, from }.run(socket).await }
+            let (from, since) = (offered.from, Instant::now());
+            async move { Browser { services, scope, session, attachment, from, since }.run(socket).await }
         }),
-        Err(why) => upgrade.on_upgrade(move |mut socket| async move { close::now(&mut socket, why).await }),
+        Err(why) => upgrade.on_upgrade(move |mut socket| async move { close_now(&mut socket, why).await }),
     })
-}
-
-/// A browser says from where its page is; whoever says nothing is no browser.
-fn check_origin(services: &Services, headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
-    let own = origin_of(&services.addresses.public_url);
-    let origin = origin.to_str().unwrap_or_default();
-    let known = origin == own || services.addresses.terminal_origins.iter().any(|known| known == origin);
-    if known {
-        return Ok(());
-    }
-    Err(ApiError::forbidden(
-        "Pages of this origin may not open terminals; an operator can allow it (SVC_TERMINAL_ORIGINS).",
-    ))
-}
-
-/// Scheme, host and port of a URL (RFC 6454).
-pub(crate) fn origin_of(url: &str) -> String {
-    reqwest::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 
 fn offered(headers: &HeaderMap) -> Result<Offered, ApiError> {
     let mut offered = Offered::default();
-    for value in headers.get_all(header::SEC_WEBSOCKET_PROTOCOL) {
-        let text = value.to_str().map_err(|_| ApiError::invalid_request("Sec-WebSocket-Protocol is no text."))?;
-        for protocol in text.split(',').map(str::trim) {
-            if protocol == PROTOCOL {
-                offered.speaks = true;
-            } else if let Some(token) = protocol.strip_prefix("token.") {
-                if offered.token.replace(token.to_owned().into()).is_some() {
-                    return Err(ApiError::invalid_request("Offer one `token.<token>`, and no second."));
-                }
-            } else if let Some(from) = protocol.strip_prefix("from.") {
-                let position = from.parse().map_err(|_| {
-                    ApiError::invalid_request(
-                        "Offer `from.<position>` with the position up to which you have the output.",
-                    )
-                })?;
-                offered.from = Some(position);
+    for protocol in websocket::offered(headers)? {
+        if protocol == PROTOCOL {
+            offered.speaks = true;
+        } else if let Some(token) = protocol.strip_prefix("token.") {
+            if offered.token.replace(token.to_owned().into()).is_some() {
+                return Err(ApiError::invalid_request("Offer one `token.<token>`, and no second."));
             }
+        } else if let Some(from) = protocol.strip_prefix("from.") {
+            let position = from.parse().map_err(|_| {
+                ApiError::invalid_request("Offer `from.<position>` with the position up to which you have the output.")
+            })?;
+            offered.from = Some(position);
         }
     }
     Ok(offered)
@@ -163,7 +138,7 @@ async fn admit(
     services: &Services,
     scope: &Scope,
     token: &SecretString,
-) -> Result<Result<(u32, TerminalSession), (u16, &'static str)>, ApiError> {
+) -> Result<Result<(u32, TerminalSession), Close>, ApiError> {
     let Some((id, hash)) = read_token(token) else { return Ok(Err(close::TOKEN)) };
     let Some(session) = find::<TerminalSession>(services, id.0).await? else { return Ok(Err(close::TOKEN)) };
     scope.record_resource(format_args!("terminal_session/{id}"));

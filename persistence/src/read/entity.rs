@@ -110,6 +110,17 @@ impl Reads {
         row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity")
     }
 
+    /// Those of one kind that there are, in no order.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn entities(&self, kind: Kind, ids: &[Uuid]) -> Result<Vec<EntityRow>, StoreError> {
+        let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
+        query.push(" WHERE id = ANY (").push_bind(ids).push(") AND kind = ").push_bind(kind.as_str());
+        let rows = query.build().fetch_all(&self.pool).await;
+        rows.and_then(|rows| rows.iter().map(entity_row).collect()).doing("reading entities")
+    }
+
     /// Entities of a kind, oldest first.
     ///
     /// # Errors

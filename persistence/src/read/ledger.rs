@@ -4,10 +4,11 @@ use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError};
 use crate::pool::begin;
 use domain::id::{AllocationId, BillingAccountId, PaymentId, Shard};
+use domain::ledger::PostingKind;
 use domain::machine::Timestamp;
 use domain::money::Micro;
-use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::{Postgres, QueryBuilder, Row};
 use std::collections::BTreeMap;
 use uuid::Uuid;
 
@@ -32,6 +33,17 @@ pub struct LedgerRow {
     pub reference: Option<String>,
     pub reason: Option<String>,
     pub at: Timestamp,
+}
+
+/// Which postings. What is `None` admits all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LedgerFilter {
+    pub kind: Option<PostingKind>,
+    pub allocation: Option<AllocationId>,
+    /// After this number.
+    pub after: Option<i64>,
+    /// Up to this number and with it.
+    pub until: Option<i64>,
 }
 
 /// What an allocation has cost, as far as that is posted.
@@ -94,27 +106,41 @@ impl LedgerReport {
 }
 
 impl Reads {
-    /// An account's postings, newest first; `before` is the number before which the page begins.
+    /// An account's postings that the filter admits, newest first; `before` is the number before which the page begins.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn ledger(
         &self,
         account: BillingAccountId,
+        filter: &LedgerFilter,
         before: Option<i64>,
         limit: u32,
     ) -> Result<Page<LedgerRow, i64>, StoreError> {
-        let rows = sqlx::query(
-            "SELECT number, kind, amount, currency, balance, allocation, used_from, used_until, payment, reference, reason, at,
-                    CASE WHEN debit = 'prepaid' THEN -amount WHEN credit = 'prepaid' THEN amount ELSE 0 END AS effect
-             FROM ledger WHERE account = $1 AND number < $2 ORDER BY number DESC LIMIT $3",
-        )
-        .bind(account.0)
-        .bind(before.unwrap_or(i64::MAX))
-        .bind(one_more(limit))
-        .fetch_all(&self.pool)
-        .await;
-        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(ledger_row).collect());
+        let mut query = LedgerRow::select();
+        query.push(" WHERE account = ").push_bind(account.0);
+        if let Some(kind) = filter.kind {
+            query.push(" AND kind = ").push_bind(kind.name());
+            if kind != PostingKind::Usage {
+                // The planner does not compare it with a value that is bound.
+                query.push(" AND kind <> 'usage'");
+            }
+        }
+        if let Some(allocation) = filter.allocation {
+            query.push(" AND allocation = ").push_bind(allocation.0);
+        }
+        if let Some(after) = filter.after {
+            query.push(" AND number > ").push_bind(after);
+        }
+        if let Some(until) = filter.until {
+            query.push(" AND number <= ").push_bind(until);
+        }
+        if let Some(before) = before {
+            query.push(" AND number < ").push_bind(before);
+        }
+        query.push(" ORDER BY number DESC LIMIT ").push_bind(one_more(limit));
+        let rows = query.build().fetch_all(&self.pool).await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(LedgerRow::of).collect());
         Ok(Page::of(rows.doing("reading the ledger")?, limit, |row: &LedgerRow| row.number))
     }
 
@@ -254,20 +280,34 @@ fn disagreement(row: &PgRow) -> Result<Disagreement, sqlx::Error> {
     })
 }
 
-fn ledger_row(row: &PgRow) -> Result<LedgerRow, sqlx::Error> {
-    Ok(LedgerRow {
-        number: row.try_get("number")?,
-        kind: row.try_get("kind")?,
-        effect: Micro::of(row.try_get("effect")?),
-        amount: Micro::of(row.try_get("amount")?),
-        currency: row.try_get("currency")?,
-        balance: Micro::of(row.try_get("balance")?),
-        allocation: row.try_get::<Option<Uuid>, _>("allocation")?.map(AllocationId),
-        used_from: row.try_get("used_from")?,
-        used_until: row.try_get("used_until")?,
-        payment: row.try_get::<Option<Uuid>, _>("payment")?.map(PaymentId),
-        reference: row.try_get("reference")?,
-        reason: row.try_get("reason")?,
-        at: row.try_get("at")?,
-    })
+/// What a posting does to its account's balance.
+pub(super) const EFFECT: &str =
+    "CASE WHEN debit = 'prepaid' THEN -amount WHEN credit = 'prepaid' THEN amount ELSE 0 END";
+
+impl LedgerRow {
+    pub(super) fn select() -> QueryBuilder<Postgres> {
+        QueryBuilder::new(format!(
+            "SELECT number, kind, amount, currency, balance, allocation, used_from, used_until, payment, reference, reason, at,
+                    {EFFECT} AS effect
+             FROM ledger"
+        ))
+    }
+
+    pub(super) fn of(row: &PgRow) -> Result<Self, sqlx::Error> {
+        Ok(Self {
+            number: row.try_get("number")?,
+            kind: row.try_get("kind")?,
+            effect: Micro::of(row.try_get("effect")?),
+            amount: Micro::of(row.try_get("amount")?),
+            currency: row.try_get("currency")?,
+            balance: Micro::of(row.try_get("balance")?),
+            allocation: row.try_get::<Option<Uuid>, _>("allocation")?.map(AllocationId),
+            used_from: row.try_get("used_from")?,
+            used_until: row.try_get("used_until")?,
+            payment: row.try_get::<Option<Uuid>, _>("payment")?.map(PaymentId),
+            reference: row.try_get("reference")?,
+            reason: row.try_get("reason")?,
+            at: row.try_get("at")?,
+        })
+    }
 }

@@ -6,6 +6,7 @@ use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId};
 use domain::ledger::{Posting, PostingKind, Source, Usage};
 use domain::machine::Timestamp;
 use domain::money::{Currency, Micro};
+use persistence::read::{LedgerFilter, LedgerPlace, LedgerSum};
 use uuid::Uuid;
 
 fn allocation(n: u128) -> AllocationId {
@@ -68,10 +69,10 @@ async fn postings_are_written_with_their_transition_and_add_up() {
     assert_eq!((books["prepaid"], books["revenue"], books["adjustments"]), (700, 300, -1_000));
 
     let account = BillingAccountId(first.entity.id);
-    let page = reads.ledger(account, None, 2).await.unwrap();
+    let page = reads.ledger(account, &LedgerFilter::default(), None, 2).await.unwrap();
     let seen: Vec<_> = page.items.iter().map(|row| (row.number, row.effect.get(), row.balance.get())).collect();
     assert_eq!((seen, page.next), (vec![(3, -200, 700), (2, -100, 900)], Some(2)));
-    let last = reads.ledger(account, page.next, 2).await.unwrap();
+    let last = reads.ledger(account, &LedgerFilter::default(), page.next, 2).await.unwrap();
     assert_eq!((last.items[0].reason.as_deref(), last.items.len(), last.next), (Some("a gift"), 1, None));
     let versions: Vec<i64> =
         sqlx::query_scalar("SELECT version FROM ledger ORDER BY number").fetch_all(world.pool()).await.unwrap();
@@ -161,6 +162,113 @@ async fn what_an_allocation_has_cost_is_what_its_last_posting_says() {
     assert!(reads.verify_ledger().await.unwrap().holds());
 }
 
+/// An account whose postings were made at these instants, a minor unit each.
+async fn posted_at(world: &World, instants: &[Timestamp]) -> BillingAccountId {
+    let mut commit = account(1, 0, Vec::new());
+    assert_eq!(world.commit(&commit).await, Outcome::Applied);
+    for (number, at) in (1..).zip(instants) {
+        let given = posting(number, PostingKind::Credit, 1, number);
+        commit = Commit { at: *at, ..then(&commit, number, number, vec![given]) };
+        assert_eq!(world.commit(&commit).await, Outcome::Applied);
+    }
+    BillingAccountId(commit.entity.id)
+}
+
+#[tokio::test]
+async fn an_instant_is_found_in_the_ledger_and_stays_where_it_was() {
+    let world = World::new().await;
+    let account = posted_at(&world, &[0, 1, 1, 2, 5, 4, 9].map(second)).await;
+    let reads = world.reads();
+    let numbers = async |instants: &[i64]| -> Vec<i64> {
+        let instants: Vec<_> = instants.iter().copied().map(second).collect();
+        let found = reads.ledger_places(account, &instants).await.unwrap();
+        // Each posting gave one millionth.
+        assert!(found.iter().all(|place| place.balance.get() == place.number), "{found:?}");
+        found.iter().map(|place| place.number).collect()
+    };
+    assert_eq!(numbers(&[0, 1, 2, 3, 9, 10]).await, [0, 1, 3, 4, 6, 7], "before the instant, not at it");
+    assert!(numbers(&[]).await.is_empty());
+    // A clock went back from 5 to 4: the one between them has one place, and what follows does not move it.
+    let before = numbers(&[5]).await;
+    assert!(before == [4] || before == [6], "{before:?}");
+    let nobody = reads.ledger_places(BillingAccountId(Uuid::from_u128(9)), &[second(1)]).await.unwrap();
+    assert_eq!(nobody, [LedgerPlace::default()]);
+}
+
+#[tokio::test]
+async fn a_stretch_is_added_up_by_allocation_and_kind_however_many_there_are() {
+    let world = World::new().await;
+    let postings = vec![
+        posting(1, PostingKind::Credit, 1_000, 1_000),
+        usage(2, 100, 900, 1, 0),
+        usage(3, 200, 700, 2, 0),
+        usage(4, 100, 600, 1, 1),
+        usage(5, 7, 593, 3, 0),
+        Posting { usage: usage(0, 1, 0, 2, 1).usage, ..posting(6, PostingKind::WriteOff, 11, 593) },
+    ];
+    let commit = account(1, 593, postings);
+    assert_eq!(world.commit(&commit).await, Outcome::Applied);
+    let (reads, id) = (world.reads(), BillingAccountId(commit.entity.id));
+    let shown = async |after, until, most| {
+        let sums = reads.ledger_sums(id, after, until, most).await.unwrap();
+        let short = |sum: &LedgerSum| {
+            let of = sum.allocation.map_or("-".to_owned(), |id| (id.0.as_u128() - 0xA110_C000).to_string());
+            format!(
+                "{} {of} +{}: {} in {}, {}",
+                sum.kind,
+                sum.together,
+                sum.effect.get(),
+                sum.postings,
+                sum.amount.get()
+            )
+        };
+        sums.iter().map(short).collect::<Vec<_>>()
+    };
+    let all = [
+        "credit - +0: 1000 in 1, 1000",
+        "usage 1 +0: -200 in 2, 200",
+        "usage 2 +0: -200 in 1, 200",
+        "usage 3 +0: -7 in 1, 7",
+        "write_off 2 +0: 0 in 1, 11",
+    ];
+    assert_eq!(shown(0, 6, 10).await, all);
+    assert_eq!(shown(1, 3, 10).await, ["usage 1 +0: -100 in 1, 100", "usage 2 +0: -200 in 1, 200"]);
+    let folded = [
+        "credit - +0: 1000 in 1, 1000",
+        "usage 1 +0: -200 in 2, 200",
+        "usage - +2: -207 in 2, 207",
+        "write_off - +1: 0 in 1, 11",
+    ];
+    assert_eq!(shown(0, 6, 2).await, folded, "the largest, then the rest by kind");
+    let stretch = reads.ledger_stretch(id, 1, 5, 3).await.unwrap();
+    assert_eq!(stretch.iter().map(|row| row.number).collect::<Vec<_>>(), [2, 3, 4]);
+
+    let found = async |filter: LedgerFilter| {
+        let page = reads.ledger(id, &filter, None, 10).await.unwrap();
+        page.items.iter().map(|row| row.number).collect::<Vec<_>>()
+    };
+    let any = LedgerFilter::default();
+    assert_eq!(found(LedgerFilter { kind: Some(PostingKind::Usage), ..any }).await, [5, 4, 3, 2]);
+    assert_eq!(found(LedgerFilter { kind: Some(PostingKind::Credit), ..any }).await, [1]);
+    assert_eq!(found(LedgerFilter { allocation: Some(allocation(1)), ..any }).await, [4, 2]);
+    assert_eq!(found(LedgerFilter { after: Some(2), until: Some(4), ..any }).await, [4, 3]);
+}
+
+#[tokio::test]
+async fn what_is_beside_usage_is_found_without_reading_usage() {
+    let world = World::new().await;
+    let mut connection = world.pool().acquire().await.unwrap();
+    sqlx::query("SET enable_seqscan = off").execute(&mut *connection).await.unwrap();
+    let plan: Vec<String> = sqlx::query_scalar(
+        "EXPLAIN SELECT number FROM ledger WHERE account = gen_random_uuid() AND kind = 'credit' AND kind <> 'usage'
+         ORDER BY number DESC LIMIT 50",
+    )
+    .fetch_all(&mut *connection)
+    .await
+    .unwrap();
+    assert!(plan.iter().any(|line| line.contains("ledger_beside_usage")), "{plan:#?}");
+}
+
 #[tokio::test]
 async fn what_a_payment_moves_is_moved_once_and_says_what_it_goes_back_to() {
     let world = World::new().await;
@@ -179,7 +287,8 @@ async fn what_a_payment_moves_is_moved_once_and_says_what_it_goes_back_to() {
     }
     let back = then(&first, 70, 2, vec![of("p", posting(2, PostingKind::Refund, 30, 70))]);
     assert_eq!(world.commit(&back).await, Outcome::Applied);
-    let page = world.reads().ledger(BillingAccountId(first.entity.id), None, 10).await.unwrap();
+    let page =
+        world.reads().ledger(BillingAccountId(first.entity.id), &LedgerFilter::default(), None, 10).await.unwrap();
     let seen: Vec<_> = page.items.iter().map(|row| (row.effect.get(), row.payment, row.reference.as_deref())).collect();
     let payment = Some(PaymentId(Uuid::from_u128(7)));
     assert_eq!(seen, [(-30, payment, Some("p")), (100, payment, Some("p"))]);

@@ -6,6 +6,7 @@ use anyhow::Context;
 use async_nats::client::RequestErrorKind;
 use async_nats::{Client, ConnectOptions, Request, Subject};
 use domain::{MemberId, NodeId, Shard, TerminalSessionId};
+use edge::notifications;
 use edge::terminal::relay;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
@@ -292,6 +293,22 @@ impl relay::Bus for Bus {
 
     fn inbox(&self, name: &str) -> String {
         format!("_INBOX.{}.{name}", self.name)
+    }
+}
+
+/// What is said to those who listen here. Nothing of it is kept.
+impl notifications::Bus for Bus {
+    fn listen(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Vec<u8>>>> {
+        async move {
+            if !self.is_connected() {
+                return None;
+            }
+            let messages = self.client.subscribe(subject).await.ok()?;
+            // Whoever is told that they listen does so: the server knows of it.
+            self.client.flush().await.ok()?;
+            Some(messages.map(|message| message.payload.to_vec()).boxed())
+        }
+        .boxed()
     }
 }
 

@@ -162,6 +162,13 @@ impl IdentityProvider {
         Ok(())
     }
 
+    /// Publishes the current key alone: what others have signed is nobody's word any more.
+    pub fn forget_old_keys(&self) {
+        let mut keys = self.issuer.keys.write().unwrap_or_else(PoisonError::into_inner);
+        let old = keys.len().saturating_sub(1);
+        keys.drain(..old);
+    }
+
     /// How many times the key set was fetched.
     pub fn key_set_reads(&self) -> u64 {
         self.issuer.key_set_reads.load(Ordering::Relaxed)

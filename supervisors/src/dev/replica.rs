@@ -17,7 +17,7 @@ const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
 /// What members of the cluster say to each other, and the events that they publish.
-const MEMBER_SUBJECTS: [&str; 10] = [
+const MEMBER_SUBJECTS: [&str; 11] = [
     "gpuaas.>",
     "audit.head.*",
     "provisioning.>",
@@ -28,6 +28,7 @@ const MEMBER_SUBJECTS: [&str; 10] = [
     "terminal.>",
     "policy.>",
     "notify.>",
+    "notification.>",
 ];
 
 /// The NATS user of a member. Its inbox is its own (`_INBOX.NAME.>`): no other member can listen to the answers it gets.

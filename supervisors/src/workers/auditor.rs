@@ -93,7 +93,13 @@ impl Auditor {
             Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
             Kind::BillingAccount => self.judge_billing(&page.items, &mut inspection).await?,
             Kind::Payment => page.items.iter().for_each(|row| self.judge_payment(row)),
-            Kind::Sku | Kind::Tenant | Kind::Bindings | Kind::Policy | Kind::Runtime | Kind::KeySet => {}
+            Kind::Sku
+            | Kind::Tenant
+            | Kind::Bindings
+            | Kind::Policy
+            | Kind::Runtime
+            | Kind::KeySet
+            | Kind::Announcement => {}
         }
         Ok(page.next)
     }

@@ -18,7 +18,7 @@ const STARTS_WITHIN: Duration = Duration::from_secs(10);
 
 pub(crate) struct Terminado {
     port: u16,
-    _process: Child,
+    process: Child,
 }
 
 impl Terminado {
@@ -35,7 +35,11 @@ impl Terminado {
             .spawn()?;
         let out = process.stdout.take().context("terminado has no output")?;
         let line = BufReader::new(out).lines().next_line().await?.context("terminado does not start")?;
-        Ok(Self { port: line.trim().parse()?, _process: process })
+        Ok(Self { port: line.trim().parse()?, process })
+    }
+
+    pub(crate) fn pid(&self) -> anyhow::Result<u32> {
+        self.process.id().context("terminado has ended")
     }
 
     pub(crate) async fn shell(&self) -> anyhow::Result<Shell> {
@@ -110,6 +114,21 @@ impl Sshd {
         ensure!(count >= bytes, "{count} of {bytes} bytes came by ssh");
         Ok(bytes as f64 / 1e6 / took.as_secs_f64())
     }
+}
+
+/// A file that is shown to a program which does nothing but read its pseudo-terminal, in megabytes a second.
+pub(crate) async fn only_read(path: &str, bytes: u64) -> anyhow::Result<f64> {
+    let (mut pty, pts) = pty_process::open()?;
+    let began = Instant::now();
+    let mut cat = pty_process::Command::new("cat").arg(path).kill_on_drop(true).spawn(pts)?;
+    let (mut buffer, mut count) = (vec![0; 64 * 1024], 0);
+    while count < bytes {
+        count += pty.read(&mut buffer).await? as u64;
+    }
+    let took = began.elapsed();
+    drop(pty);
+    cat.wait().await?;
+    Ok(bytes as f64 / 1e6 / took.as_secs_f64())
 }
 
 async fn read_until(out: &mut tokio::process::ChildStdout, marker: &[u8]) -> anyhow::Result<u64> {

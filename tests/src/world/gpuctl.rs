@@ -145,15 +145,8 @@ impl Gpuctl {
     /// In a terminal of this size.
     #[must_use]
     pub fn in_terminal(&self, arguments: &[&str], columns: u16, rows: u16) -> OnScreen {
-        let (pty, pts) = pty_process::open().expect("there are terminals");
-        pty.resize(Size::new(rows, columns)).expect("it has a size");
         let command = pty_process::Command::new(&self.program).args(arguments).env_clear();
-        let command = command.envs(self.environment()).kill_on_drop(true);
-        // The test's own end of it stays open, to look at its modes.
-        let modes = std::fs::File::from(pty_path(&pty));
-        let child = command.spawn(pts).expect("gpuctl can be run");
-        let (screen, keyboard) = pty.into_split();
-        OnScreen { screen, keyboard, child, modes, shown: Vec::new() }
+        OnScreen::begin(command.envs(self.environment()), columns, rows)
     }
 }
 
@@ -162,7 +155,7 @@ fn pty_path(pty: &pty_process::Pty) -> std::os::fd::OwnedFd {
     pty.as_fd().try_clone_to_owned().expect("it can be looked at")
 }
 
-/// A running `gpuctl` in a terminal.
+/// A running program, `gpuctl` mostly, in a terminal.
 pub struct OnScreen {
     screen: OwnedReadPty,
     keyboard: OwnedWritePty,
@@ -172,6 +165,24 @@ pub struct OnScreen {
 }
 
 impl OnScreen {
+    /// Any program in a terminal, in this folder and with these variables beside the test's own.
+    #[must_use]
+    pub fn of(program: &str, arguments: &[&str], folder: &Path, variables: &[(&str, &str)]) -> Self {
+        let command = pty_process::Command::new(program).args(arguments).current_dir(folder);
+        let command = command.env("TERM", "xterm").env_remove("XDG_CONFIG_HOME");
+        Self::begin(command.envs(variables.iter().copied()), 120, 40)
+    }
+
+    fn begin(command: pty_process::Command, columns: u16, rows: u16) -> Self {
+        let (pty, pts) = pty_process::open().expect("there are terminals");
+        pty.resize(Size::new(rows, columns)).expect("it has a size");
+        // The test's own end of it stays open, to look at its modes.
+        let modes = std::fs::File::from(pty_path(&pty));
+        let child = command.kill_on_drop(true).spawn(pts).expect("it can be run");
+        let (screen, keyboard) = pty.into_split();
+        Self { screen, keyboard, child, modes, shown: Vec::new() }
+    }
+
     pub async fn enter(&mut self, text: &str) {
         self.keyboard.write_all(text.as_bytes()).await.expect("the terminal takes keys");
     }

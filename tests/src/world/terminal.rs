@@ -22,6 +22,8 @@ use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_tungstenite::{WebSocketStream, client_async};
 use uuid::Uuid;
 
+pub type Socket = WebSocketStream<TlsStream<TcpStream>>;
+
 /// The way to a gateway.
 #[derive(Clone)]
 pub struct Gateway {
@@ -48,7 +50,7 @@ pub struct Ticket {
 
 /// An open terminal.
 pub struct Terminal {
-    socket: WebSocketStream<TlsStream<TcpStream>>,
+    socket: Socket,
     /// Everything that was shown.
     pub shown: Vec<u8>,
     /// The position after it.
@@ -106,8 +108,13 @@ impl Gateway {
         ClientConfig::builder().with_root_certificates(roots).with_no_client_auth()
     }
 
-    async fn tls(&self) -> TlsStream<TcpStream> {
-        let stream = TcpStream::connect(&self.at).await.expect("the gateway listens");
+    /// `host:port`.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.at
+    }
+
+    async fn tls_on(&self, stream: TcpStream) -> TlsStream<TcpStream> {
         stream.set_nodelay(true).unwrap();
         let host = self.at.rsplit_once(':').expect("a port").0.to_owned();
         let name = ServerName::try_from(host).unwrap();
@@ -124,20 +131,51 @@ impl Gateway {
     /// Status and body of an answer that is no upgrade.
     pub async fn ask(&self, asking: &Asking) -> Result<Terminal, (u16, Value)> {
         let query = asking.query.as_ref().map(|query| format!("?{query}")).unwrap_or_default();
-        let url = format!("wss://{}/ws/v1/terminal{query}", self.at);
-        let mut request = url.into_client_request().expect("a URL");
         let mut offered = vec!["gpu.terminal.v1".to_owned()];
         offered.extend(asking.token.iter().map(|token| format!("token.{token}")));
         offered.extend(asking.from.map(|from| format!("from.{from}")));
-        request.headers_mut().insert("sec-websocket-protocol", offered.join(", ").parse().unwrap());
-        if let Some(origin) = &asking.origin {
-            request.headers_mut().insert("origin", origin.parse().unwrap());
+        let headers = asking.origin.iter().map(|origin| ("origin", origin.as_str()));
+        let socket = self.upgrade(&format!("/ws/v1/terminal{query}"), &offered, headers).await?;
+        Ok(Terminal { socket, shown: Vec::new(), position: 0, told: Vec::new(), closed: None })
+    }
+
+    /// A WebSocket that speaks the first of what is offered, over a connection of its own.
+    ///
+    /// # Errors
+    /// Status and body of an answer that is no upgrade.
+    pub async fn upgrade<'a>(
+        &self,
+        path: &str,
+        offered: &[String],
+        headers: impl IntoIterator<Item = (&'static str, &'a str)>,
+    ) -> Result<Socket, (u16, Value)> {
+        let stream = TcpStream::connect(&self.at).await.expect("it listens");
+        self.upgrade_on(stream, path, offered, headers).await
+    }
+
+    /// The same, over this connection.
+    ///
+    /// # Errors
+    /// Status and body of an answer that is no upgrade.
+    pub async fn upgrade_on<'a>(
+        &self,
+        stream: TcpStream,
+        path: &str,
+        offered: &[String],
+        headers: impl IntoIterator<Item = (&'static str, &'a str)>,
+    ) -> Result<Socket, (u16, Value)> {
+        let mut request = format!("wss://{}{path}", self.at).into_client_request().expect("a URL");
+        if !offered.is_empty() {
+            request.headers_mut().insert("sec-websocket-protocol", offered.join(", ").parse().unwrap());
         }
-        let stream = self.tls().await;
-        match timeout(PATIENCE, client_async(request, stream)).await.expect("the gateway answers") {
+        for (name, value) in headers {
+            request.headers_mut().insert(name, value.parse().unwrap());
+        }
+        let stream = self.tls_on(stream).await;
+        match timeout(PATIENCE, client_async(request, stream)).await.expect("it answers") {
             Ok((socket, answer)) => {
-                assert_eq!(answer.headers()["sec-websocket-protocol"], "gpu.terminal.v1");
-                Ok(Terminal { socket, shown: Vec::new(), position: 0, told: Vec::new(), closed: None })
+                assert_eq!(answer.headers()["sec-websocket-protocol"], offered[0].as_str());
+                Ok(socket)
             }
             Err(Error::Http(answer)) => {
                 let body = answer.body().as_deref().and_then(|body| serde_json::from_slice(body).ok());
@@ -151,7 +189,7 @@ impl Gateway {
 impl Terminal {
     /// The connection itself, for whoever counts on their own.
     #[must_use]
-    pub fn into_socket(self) -> WebSocketStream<TlsStream<TcpStream>> {
+    pub fn into_socket(self) -> Socket {
         self.socket
     }
 

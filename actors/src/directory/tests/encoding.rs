@@ -551,6 +551,17 @@ fn of_bindings() {
 }
 
 #[test]
+fn of_an_announcement() {
+    use domain::announcement::{Announcement, Command, Rejection, Reply, Severity};
+    let announce = |severity| Command::Announce { severity, message: text() };
+    let by = user("root", &[Role::Admin]);
+    let (_, reply) = decided::<Announcement>(None, announce(Severity::Info), &by, ALLOCATION);
+    let severities = [Severity::Info, Severity::Warning, Severity::Critical];
+    let commands = severities.into_iter().map(announce).chain([Command::Tick]).collect();
+    survives::<Announcement>(commands, [reply, Reply::Done], [Rejection::NotFound, Rejection::Exists]);
+}
+
+#[test]
 fn of_a_part_of_the_cluster() {
     use domain::runtime::{Command, Noted, Operated, Part, Rejection};
     let entity = EntityRef { kind: domain::Kind::Node, id: NODE.0 };

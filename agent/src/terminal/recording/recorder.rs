@@ -183,16 +183,16 @@ impl Recorder {
             if let Some(writing) = &mut self.writing {
                 let written = writing.await;
                 self.writing = None;
-                match written {
-                    Ok((tape, outcome)) => {
-                        self.due = if tape.is_open() { self.due.or(Some(Instant::now() + CHUNK_LASTS)) } else { None };
-                        self.tape = Some(tape);
-                        if let Some(came) = self.written(outcome) {
-                            return came;
-                        }
-                    }
+                let came = match written {
+                    Ok((tape, outcome)) => self.written(tape, outcome),
                     // It panicked, and the tape is gone with it.
-                    Err(_) => self.give_up(),
+                    Err(_) => {
+                        self.give_up();
+                        None
+                    }
+                };
+                if let Some(came) = came {
+                    return came;
                 }
             } else if self.over {
                 if !self.said_over {
@@ -212,7 +212,9 @@ impl Recorder {
                 }
                 self.try_again = None;
             } else if !self.next.frames.is_empty() {
-                self.write();
+                if let Some(came) = self.write() {
+                    return came;
+                }
             } else if let Some(due) = self.due {
                 sleep_until(due).await;
                 self.due = None;
@@ -225,8 +227,9 @@ impl Recorder {
         }
     }
 
-    fn write(&mut self) {
-        let Some(mut tape) = self.tape.take() else { return };
+    /// What comes of it, where that is known at once.
+    fn write(&mut self) -> Option<Came> {
+        let mut tape = self.tape.take()?;
         tape.may_be(self.most);
         self.under_way = take(&mut self.next);
         let mut frames = if self.last.is_none() { begins(self.size) } else { Vec::new() };
@@ -236,14 +239,20 @@ impl Recorder {
             Frame { micros, what: What::Gap { bytes: self.lost } }.write(&mut frames);
         }
         frames.extend_from_slice(&self.under_way.frames);
+        if let Some(outcome) = tape.write_at_once(&frames) {
+            return self.written(tape, outcome);
+        }
         // Writing may have to wait for a disk that tenants keep busy.
         self.writing = Some(tokio::task::spawn_blocking(move || {
             let outcome = tape.write(&frames);
             (tape, outcome)
         }));
+        None
     }
 
-    fn written(&mut self, outcome: Result<(), NotKept>) -> Option<Came> {
+    fn written(&mut self, tape: Tape, outcome: Result<(), NotKept>) -> Option<Came> {
+        self.due = if tape.is_open() { self.due.or(Some(Instant::now() + CHUNK_LASTS)) } else { None };
+        self.tape = Some(tape);
         let Batch { frames, output, until } = take(&mut self.under_way);
         let is_strict = self.terms.mode == Mode::Strict;
         match outcome {

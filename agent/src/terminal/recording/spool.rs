@@ -9,6 +9,7 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 use tracing::warn;
@@ -17,6 +18,10 @@ use wire::recording::{CHUNK_COST, CHUNK_FULL, CHUNK_MOST, Ended, Frame, Frames, 
 
 /// One session gets at most this part of the spool, so that it does not take the room of the others.
 const SESSIONS_PART: u64 = 8;
+
+/// A write that takes longer is waited for elsewhere, from then on and for so long.
+const QUICK: Duration = Duration::from_millis(5);
+const SLOW_FOR: Duration = Duration::from_secs(1);
 
 /// What is kept free for the words that end a recording.
 const FOR_THE_END: u64 = 4096;
@@ -27,7 +32,11 @@ pub struct Spools {
     folder: PathBuf,
     most: u64,
     used: Arc<AtomicU64>,
+    quick: Arc<Quick>,
 }
+
+/// Whose turn it is to write in the middle of everything else, and before when nobody may: the disk was slow.
+type Quick = Mutex<Option<Instant>>;
 
 /// Why frames are not kept.
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +57,7 @@ impl Spools {
     /// In the agent's own folder, of at most so many bytes.
     #[must_use]
     pub fn new(state_dir: &Path, most: u64) -> Self {
-        Self { folder: state_dir.join("recordings"), most, used: Arc::default() }
+        Self { folder: state_dir.join("recordings"), most, used: Arc::default(), quick: Arc::default() }
     }
 
     /// The place of a session that begins.
@@ -291,6 +300,22 @@ impl Tape {
             self.spool.give_back(length);
             NotKept::Disk(error)
         })
+    }
+
+    /// Writes frames at once, where that takes no time: into a chunk that is begun, on a disk that was quick lately, and nobody else at that
+    /// moment. So a disk that hangs all of a sudden has one thread of the agent and no more. `None`: somebody else has to, who may wait.
+    pub(super) fn write_at_once(&mut self, frames: &[u8]) -> Option<Result<(), NotKept>> {
+        let quick = Arc::clone(&self.spool.spools.quick);
+        let mut slow_until = quick.try_lock().ok()?;
+        let began = Instant::now();
+        if !self.is_open() || slow_until.is_some_and(|until| began < until) {
+            return None;
+        }
+        let written = self.write(frames);
+        if began.elapsed() > QUICK {
+            *slow_until = Some(Instant::now() + SLOW_FOR);
+        }
+        Some(written)
     }
 
     /// The last frame: there is room for it, however little there is otherwise.

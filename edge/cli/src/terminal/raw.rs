@@ -1,7 +1,7 @@
 //! The user's own terminal, raw while a shell elsewhere is shown in it, and as it was again whatever ends that: a return, a panic, a signal
 //! that can be caught. (After `kill -9` of this program, `reset` does it.)
 
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+use rustix::termios::{OptionalActions, QueueSelector, Termios, tcflush, tcgetattr, tcgetwinsize, tcsetattr};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, Once, PoisonError};
@@ -69,6 +69,11 @@ fn restore() {
     if let Some((terminal, modes)) = &*before {
         let _ = tcsetattr(terminal, OptionalActions::Now, modes);
     }
+}
+
+/// Forgets what was typed and not read.
+pub(crate) fn discard_typed(terminal: impl AsFd) {
+    let _ = tcflush(terminal, QueueSelector::IFlush);
 }
 
 /// Columns and rows.

@@ -5,12 +5,13 @@
 //! hold both ends up for ever.
 
 use super::TerminalArgs;
-use super::connection::{self, Attempt, Socket};
+use super::connection::{self, Attempt};
 use super::escape::{Escape, HELP, Typed};
 use super::raw::{Raw, size};
 use super::screen::{self, Screen};
 use crate::api::Api;
 use crate::failure::{Ended, Failure};
+use crate::socket::Socket;
 use futures::stream::SplitSink;
 use futures::{SinkExt as _, StreamExt as _};
 use serde::Deserialize;
@@ -25,6 +26,9 @@ use uuid::Uuid;
 
 /// Output that is taken in and not drawn, at most.
 const UNDRAWN: u64 = 512 * 1024;
+/// What was drawn is acknowledged in steps of so many bytes, and each time that a sign of life is asked for: well inside of the 128 KiB that
+/// come without.
+const ACKNOWLEDGES_EVERY: u64 = 16 * 1024;
 /// Messages to the gateway that wait for the network; what is typed waits from the half on.
 const OUTGOING: usize = 256;
 /// What is typed while there is no connection.
@@ -65,6 +69,12 @@ enum Told {
     Attached {
         position: u64,
         lost_bytes: u64,
+        #[serde(default)]
+        recording: String,
+    },
+    /// From here on it is recorded so.
+    Recording {
+        mode: String,
     },
     Exit {
         code: Option<i32>,
@@ -83,6 +93,10 @@ pub(super) struct Session<'a> {
     /// It was attached at least once by this program.
     attached: bool,
     exit: Option<Over>,
+    /// How it is recorded, as was told last.
+    recording: String,
+    /// Acknowledged up to here on this connection.
+    acknowledged: u64,
     pending: Vec<u8>,
     escape: Escape,
     keys: mpsc::Receiver<Vec<u8>>,
@@ -104,6 +118,8 @@ impl<'a> Session<'a> {
             position: args.session.map(|_| 0),
             attached: false,
             exit: None,
+            recording: String::new(),
+            acknowledged: 0,
             pending: Vec::new(),
             escape: Escape::new(!args.no_escape),
             keys: screen::keys(),
@@ -249,7 +265,7 @@ impl<'a> Session<'a> {
                     if !drew {
                         return Carried::Over(Over::Left);
                     }
-                    self.acknowledge(&outgoing);
+                    self.acknowledge(&outgoing, ACKNOWLEDGES_EVERY);
                 }
                 typed = self.keys.recv(), if sends && outgoing.capacity() > OUTGOING / 2 => {
                     let Some(typed) = typed else { return Carried::Over(Over::Left) };
@@ -276,7 +292,7 @@ impl<'a> Session<'a> {
                         return Carried::Lost;
                     }
                     let _ = outgoing.try_send(Message::Text(json!({ "type": "ping" }).to_string().into()));
-                    self.acknowledge(&outgoing);
+                    self.acknowledge(&outgoing, 1);
                 }
             }
         }
@@ -290,13 +306,19 @@ impl<'a> Session<'a> {
                 None
             }
             Message::Text(text) => match serde_json::from_str(&text).unwrap_or(Told::Other) {
-                Told::Attached { position, lost_bytes } => {
+                Told::Recording { mode } => {
+                    self.tell_recording(mode);
+                    None
+                }
+                Told::Attached { position, lost_bytes, recording } => {
+                    self.tell_recording(recording);
                     if lost_bytes > 0 && self.attached {
                         self.notice(&format!("{lost_bytes} bytes of output were too many to be kept, and are lost"));
                     }
                     self.position = Some(position);
                     self.attached = true;
-                    self.acknowledge(outgoing);
+                    self.acknowledged = 0;
+                    self.acknowledge(outgoing, 0);
                     None
                 }
                 Told::Exit { code, signal } => {
@@ -314,6 +336,23 @@ impl<'a> Session<'a> {
             }),
             Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => None,
         }
+    }
+
+    /// Nobody is recorded without being told, and not told again while that does not change.
+    fn tell_recording(&mut self, mode: String) {
+        if mode.is_empty() || mode == self.recording {
+            return;
+        }
+        let was_told = !self.recording.is_empty();
+        match (mode.as_str(), self.id) {
+            ("off", _) if was_told => self.notice("from here on this terminal is not recorded"),
+            ("off", _) | (_, None) => {}
+            (mode, Some(id)) => self.notice(&format!(
+                "what this terminal shows is recorded by the service (policy terminal.recording_enabled, mode {mode}); you and its \
+                 administrators can play it back: gpuctl recordings play {id}"
+            )),
+        }
+        self.recording = mode;
     }
 
     /// The connection is gone, with or without a word on how the program ended.
@@ -338,10 +377,14 @@ impl<'a> Session<'a> {
         None
     }
 
-    /// Up to where the output is drawn.
-    fn acknowledge(&self, outgoing: &mpsc::Sender<Message>) {
+    /// Up to where the output is drawn; unless that is hardly more than it was.
+    fn acknowledge(&mut self, outgoing: &mpsc::Sender<Message>, at_least: u64) {
         let Some(position) = self.position.filter(|_| self.attached) else { return };
         let drawn = position.saturating_sub(self.screen.behind());
+        if drawn < self.acknowledged + at_least {
+            return;
+        }
+        self.acknowledged = drawn;
         let _ = outgoing.try_send(Message::Text(json!({ "type": "ack", "position": drawn }).to_string().into()));
     }
 

@@ -1,12 +1,10 @@
 //! An allocation's transitions as they happen: server-sent events (WHATWG HTML, section 9.2) out of its history.
 
-use axum::Extension;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
 use domain::allocation::Allocation;
-use domain::policy::Key;
 use domain::{EntityRef, Kind};
 use futures::Stream;
 use persistence::read::HistoryRow;
@@ -18,13 +16,13 @@ use tokio::time::Instant;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::places::{Place, Streams};
 use super::{last_event_id, visible};
 use crate::api::asking::ByUser;
 use crate::api::stored::Changes;
 use crate::auth::Acting;
 use crate::body::Path;
 use crate::error::ApiError;
+use crate::places::{Open, Place};
 use crate::services::Services;
 
 /// Comments that keep idle connections open, and show that the stream lives.
@@ -83,14 +81,13 @@ pub(in crate::api) struct Transition {
 pub(in crate::api) async fn events(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    Extension(streams): Extension<Streams>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
     visible(&services, &asking, id).await?;
     let after = last_event_id(&headers)?;
-    let most = services.world.policy().int(Key::AllocationEventStreams, &asking.scopes(), services.world.now());
-    let place = streams.take(&asking.caller.user_id, usize::try_from(most).unwrap_or(1))?;
+    let most = services.world.policy().int(Open::Events.key(), &asking.scopes(), services.world.now());
+    let place = services.places.take(Open::Events, &asking.caller.user_id, most).await?;
     let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
     let end = Instant::now() + left;
     let acting = asking.acting;

@@ -28,6 +28,8 @@ pub(in crate::api) struct AccountView {
     balance_micro: i64,
     /// What has accrued since the last window and is not posted yet.
     accrued_minor: i64,
+    /// What is set aside for allocations that are not active yet, in minor units, rounded down.
+    held_minor: i64,
     /// What could be begun with: the balance without what is set aside and what runs in the next window.
     available_minor: i64,
     /// True where it is below the threshold of the warning.
@@ -104,6 +106,8 @@ pub(in crate::api) struct EstimateView {
     amount_minor_per_gpu_hour: i64,
     /// All GPUs together.
     minor_per_hour: i64,
+    /// What it costs for as many seconds as were asked for, in millionths of a minor unit; null where none were.
+    cost_micro: Option<i64>,
     /// What must be there for it to begin, in millionths of a minor unit: its first window.
     needed_micro: i64,
     /// What is there, in millionths of a minor unit.
@@ -127,6 +131,7 @@ impl AccountView {
             balance_minor: it.balance.minor(),
             balance_micro: it.balance.get(),
             accrued_minor: it.accrued(now).minor(),
+            held_minor: it.held().minor(),
             available_minor: it.available(now, window).minor(),
             is_low: it.is_low,
             burn_minor_per_hour: it.burn_minor_per_hour(),
@@ -149,6 +154,7 @@ impl AccountView {
             balance_minor: 0,
             balance_micro: 0,
             accrued_minor: 0,
+            held_minor: 0,
             available_minor: 0,
             is_low: true,
             burn_minor_per_hour: 0,
@@ -180,6 +186,7 @@ impl EstimateView {
     pub(super) fn of(
         price: &Price,
         rate: Rate,
+        seconds: Option<u32>,
         account: Option<&BillingAccount>,
         now: Timestamp,
         window: TimeDelta,
@@ -192,6 +199,7 @@ impl EstimateView {
             currency: price.currency.as_str().to_owned(),
             amount_minor_per_gpu_hour: price.amount_minor_per_gpu_hour,
             minor_per_hour: rate.minor_per_hour(),
+            cost_micro: seconds.map(|seconds| rate.over(now, now + TimeDelta::seconds(seconds.into())).get()),
             needed_micro: needed.get(),
             available_micro: available.get(),
             is_covered: is_free || (available >= needed && available > Micro::ZERO),
@@ -219,7 +227,7 @@ impl From<LedgerRow> for LedgerView {
     }
 }
 
-fn named(holder: &Holder) -> (Option<String>, Option<String>) {
+pub(in crate::api) fn named(holder: &Holder) -> (Option<String>, Option<String>) {
     match holder {
         Holder::User(id) => (Some(id.clone()), None),
         Holder::Org(id) => (None, Some(id.clone())),

@@ -8,21 +8,21 @@ use domain::{AllocationId, Timestamp};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-const ACCOUNTS: &str = "/api/v1/admin/billing/accounts";
+pub(super) const ACCOUNTS: &str = "/api/v1/admin/billing/accounts";
 
-async fn opened(world: &World) -> Uuid {
+pub(super) async fn opened(world: &World) -> Uuid {
     world.bind("biller", "billing_operations").await.is(201);
     let account = world.post(ACCOUNTS).user("biller").json(&json!({"org_id": "acme", "currency": "EUR"})).send().await;
     account.is(201)["id"].as_str().unwrap().parse().unwrap()
 }
 
-async fn adjust(world: &World, account: Uuid, key: &str, amount: Value) -> Answer {
+pub(super) async fn adjust(world: &World, account: Uuid, key: &str, amount: Value) -> Answer {
     let body = json!({"amount_minor": amount, "currency": "EUR", "reason": "a test"});
     world.post(&format!("{ACCOUNTS}/{account}/adjustments")).user("biller").key(key).json(&body).send().await
 }
 
 /// Meters an allocation of ann's that costs 3,600 minor units an hour.
-async fn metered(world: &World, account: Uuid, allocation: AllocationId, from: Timestamp) {
+pub(super) async fn metered(world: &World, account: Uuid, allocation: AllocationId, from: Timestamp) {
     let hold = Command::Hold {
         holder: domain::billing_account::Holder::Org("acme".into()),
         allocation_id: allocation,
@@ -117,7 +117,7 @@ async fn what_runs_shows_its_cost_and_the_account_how_long_it_lasts() {
     world.sku("h100x4", 4).await;
     let account = opened(&world).await;
     adjust(&world, account, "k", json!(3_600)).await.is(201);
-    let estimate = world.get("/api/v1/billing/estimate?sku=h100x4&gpu_count=4").user("ann").send().await;
+    let estimate = world.get("/api/v1/billing/estimate?sku=h100x4&gpu_count=4&seconds=5400").user("ann").send().await;
     insta::assert_json_snapshot!("billing_estimate", estimate.is(200));
 
     let node = world.active_node("h100x4", 4).await;

@@ -60,6 +60,44 @@ async fn a_user_keeps_keys_and_has_one_default() {
     assert_eq!((left["items"].as_array().unwrap().len(), &left["items"][0]["is_default"]), (1, &json!(true)));
 }
 
+#[tokio::test]
+async fn an_administrator_chooses_a_users_default_among_the_users_own_keys_and_takes_one_away() {
+    let world = World::new().await;
+    let first = add(&world, "ann", "laptop", ANNS_KEY).await;
+    let second = add(&world, "ann", "desk", SECOND).await;
+    let of_ann = "/api/v1/admin/users/ann/ssh-keys";
+    let make_default = |key: &str| world.post(&format!("{of_ann}/{key}/default"));
+    make_default(&second).user("bob").send().await.refused(403, "forbidden");
+    make_default(&second).user("ann").send().await.refused(403, "forbidden");
+    world.get(of_ann).user("ann").send().await.refused(403, "forbidden");
+    // Of somebody else it is nobody's key.
+    world
+        .post(&format!("/api/v1/admin/users/bob/ssh-keys/{second}/default"))
+        .admin()
+        .send()
+        .await
+        .refused(404, "not_found");
+
+    let made = make_default(&second).admin().send().await;
+    assert_eq!((&made.is(200)["is_default"], &made.body["owner_user_id"]), (&json!(true), &json!("ann")));
+    let listed = world.get(of_ann).admin().send().await;
+    let defaults: Vec<&Value> =
+        listed.is(200)["items"].as_array().unwrap().iter().map(|key| &key["is_default"]).collect();
+    assert_eq!(defaults, [false, true]);
+    assert_eq!(keys(&world, "").await, listed.body);
+
+    assert_eq!(world.call(Method::DELETE, &format!("{of_ann}/{second}")).admin().send().await.status, 204);
+    let left = keys(&world, "").await;
+    assert_eq!((&left["items"][0]["id"], &left["items"][0]["is_default"]), (&json!(first), &json!(true)));
+    // Who did it is in the log.
+    let log = world.get("/api/v1/admin/audit-log?target_kind=tenant").admin().send().await;
+    let rows = log.is(200)["items"].as_array().unwrap();
+    let by_others = rows.iter().filter(|row| row["actor"] != "user:ann");
+    let done: Vec<&Value> =
+        by_others.filter(|row| row["metadata"]["result"] == "ok").map(|row| &row["action"]).collect();
+    assert_eq!(done, ["ssh_keys.delete", "ssh_keys.make_default"], "{log:?}");
+}
+
 async fn add(world: &World, user: &str, name: &str, key: &str) -> String {
     let body = json!({"name": name, "public_key": key});
     let added = world.post("/api/v1/ssh-keys").user(user).json(&body).send().await;

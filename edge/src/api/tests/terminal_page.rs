@@ -1,4 +1,5 @@
-//! The page with a terminal, as it is served; what it does in a browser is tested in `tests/it/terminal_page.rs`.
+//! The pages with a terminal and with a recording, as they are served; what they do in a browser is tested in `tests/it/terminal_page.rs` and
+//! `tests/it/recording_page.rs`.
 
 use super::world::World;
 use axum::http::StatusCode;
@@ -40,9 +41,29 @@ async fn the_page_may_run_its_own_scripts_and_talk_to_its_own_service() {
 }
 
 #[tokio::test]
-async fn what_the_page_loads_is_there_and_is_sent_once() {
+async fn the_page_with_a_recording_may_draw_and_talk_to_its_own_service_alone() {
     let world = World::new().await;
-    let page = text(world.get(&format!("/terminal/{ID}")).response().await).await;
+    let page = world.get(&format!("/recordings/{ID}")).response().await;
+    assert_eq!(page.status(), StatusCode::OK);
+    let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
+    for rule in ["script-src 'self' 'wasm-unsafe-eval';", "connect-src 'self';", "require-trusted-types-for 'script';"]
+    {
+        assert!(may.contains(rule), "{may}");
+    }
+    let page = text(page).await;
+    for (at, _) in page.match_indices("src=\"") {
+        assert!(page[at..].starts_with("src=\"/terminal/assets/"), "{}", &page[at..at + 60]);
+    }
+    let other = world.get(&format!("/recordings/{}", ID.replace("0001", "0002"))).response().await;
+    assert_eq!(text(other).await, page);
+    world.get("/recordings/somewhere").send().await.refused(400, "invalid_request");
+}
+
+#[tokio::test]
+async fn what_the_pages_load_is_there_and_is_sent_once() {
+    let world = World::new().await;
+    let mut page = text(world.get(&format!("/terminal/{ID}")).response().await).await;
+    page.push_str(&text(world.get(&format!("/recordings/{ID}")).response().await).await);
     let mut wanted: Vec<String> =
         page.split("\"/terminal/assets/").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
     assert!(wanted.contains(&"main.js".to_owned()), "{wanted:?}");
@@ -61,7 +82,7 @@ async fn what_the_page_loads_is_there_and_is_sent_once() {
         wanted.extend(text.split("from \"./").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()));
         served += 1;
     }
-    assert!(served >= 9, "only {served} files were asked for");
+    assert!(served >= 12, "only {served} files were asked for");
     for gone in ["package.json", "session.test.js", "..%2Findex.html", "xterm.mjs.map"] {
         world.get(&format!("/terminal/assets/{gone}")).send().await.refused(404, "not_found");
     }

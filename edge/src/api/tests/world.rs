@@ -7,6 +7,7 @@ use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::keys::{Keys, KeysInForce};
+use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, Resolve};
@@ -22,7 +23,7 @@ use crate::tls::connections::Connections;
 use crate::token::{Purpose, read};
 use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
 use actors::{Answer as Asked_, Asked, Directory, Host, HostConfig};
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};
@@ -226,6 +227,7 @@ impl World {
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
+            places: Places::new(directory.clone()),
             limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,
             reads,
@@ -235,6 +237,7 @@ impl World {
             probe: Probe::new(targets, Arc::new(Names), Duration::from_secs(1)),
             polls: Polls::default(),
             terminals: crate::testing::terminals(),
+            notifications: crate::testing::notifications(),
             connections: Connections::default(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,
@@ -290,6 +293,11 @@ impl World {
 
     pub(super) fn set_policy(&self, key: Key, value: i64) {
         self.set_value(key, PolicyValue::Int(value));
+    }
+
+    /// Stops the service's clock at this instant.
+    pub(super) fn clock(&self, at: &str) {
+        self.clock.stopped.store(Some(Arc::new(at.parse().unwrap())));
     }
 
     pub(super) fn switch(&self, key: Key, on: bool) {
@@ -515,11 +523,13 @@ impl Provider {
 #[derive(Default)]
 struct Watch {
     policy: ArcSwap<PolicyBook>,
+    /// What it shows; `None` where it goes.
+    stopped: ArcSwapOption<Timestamp>,
 }
 
 impl Clock for Watch {
     fn now(&self) -> Timestamp {
-        Utc::now().trunc_subsecs(6)
+        self.stopped.load().as_deref().copied().unwrap_or_else(|| Utc::now().trunc_subsecs(6))
     }
 
     fn seed(&self) -> u128 {

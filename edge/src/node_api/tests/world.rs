@@ -9,6 +9,7 @@ use crate::identity::forwarded::Forwarding;
 use crate::identity::proxies::Proxies;
 use crate::keys::{Keys, KeysInForce, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::node_ca::NodeCa;
+use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::polls::Polls;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
@@ -192,6 +193,7 @@ impl World {
         let address = listener.local_addr().unwrap();
         let directory = Directory::new(host, Arc::new(Alone));
         let services = Services::new(Parts {
+            places: Places::new(directory.clone()),
             limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,
             reads,
@@ -202,6 +204,7 @@ impl World {
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
             terminals: crate::testing::terminals(),
+            notifications: crate::testing::notifications(),
             connections: connections.clone(),
             figures: crate::testing::figures(),
             sampling: telemetry::Sampling::NEVER,

@@ -1,0 +1,152 @@
+//! What an operator says to everybody who listens at that moment, of maintenance for example. It is said once and cannot be taken back;
+//! what is kept of it is who said what, and when.
+
+use crate::audit::{Audit, AuditAction};
+use crate::authz::Action;
+use crate::event::Event;
+use crate::id::{AnnouncementId, EntityRef, Kind};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// How loud it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    Info,
+    Warning,
+    Critical,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Announcement {
+    pub id: AnnouncementId,
+    pub severity: Severity,
+    /// For people, in one line.
+    pub message: String,
+    /// As the audit log names an actor.
+    pub by: String,
+    pub at: Timestamp,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Announce { severity: Severity, message: String },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Announce { .. } => "announce",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Announce { .. } => Action::Announce,
+            Self::Tick => Action::Advance,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Announce { .. })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Announced { announcement: Box<Announcement> },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such announcement")]
+    NotFound,
+    #[error("it was announced already")]
+    Exists,
+}
+
+impl Machine for Announcement {
+    const KIND: Kind = Kind::Announcement;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let (severity, message) = match (state, command) {
+            (None, Command::Announce { severity, message }) => (severity, message),
+            (Some(_), Command::Announce { .. }) => return Err(Rejection::Exists),
+            (Some(_), Command::Tick) => return Ok(Step::stay(Reply::Done)),
+            (None, Command::Tick) => return Err(Rejection::NotFound),
+        };
+        let id = AnnouncementId(ctx.id);
+        let metadata = json!({ "severity": severity, "message": message });
+        let it = Self { id, severity, message, by: ctx.by.to_string(), at: ctx.now };
+        let reply = Reply::Announced { announcement: Box::new(it.clone()) };
+        let target = EntityRef { kind: Kind::Announcement, id: ctx.id };
+        Ok(Step::to(it, reply, "announced").event(Event::Announced { announcement_id: id }).audit(Audit::new(
+            AuditAction::NotificationsBroadcast,
+            target,
+            metadata,
+        )))
+    }
+
+    fn state(&self) -> &'static str {
+        "announced"
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn keys(&self) -> Keys {
+        Keys::default()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::authz::Principal;
+    use crate::policy::PolicyBook;
+    use uuid::Uuid;
+
+    fn decide(state: Option<&Announcement>, command: Command) -> Result<Step<Announcement>, Rejection> {
+        let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
+        let ctx = Ctx {
+            now: Timestamp::UNIX_EPOCH,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            trace: machine::Trace::default(),
+            seed: 1,
+            id: Uuid::from_u128(9),
+            version: 0,
+        };
+        Announcement::decide(state, command, &ctx)
+    }
+
+    #[test]
+    fn it_is_said_once_and_audited_with_its_words() {
+        let announce = || Command::Announce { severity: Severity::Warning, message: "Maintenance at noon.".to_owned() };
+        let step = decide(None, announce()).unwrap();
+        assert_eq!(step.events, [Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(9)) }]);
+        assert_eq!(step.audit[0].action, AuditAction::NotificationsBroadcast);
+        assert_eq!(step.audit[0].metadata, json!({ "severity": "warning", "message": "Maintenance at noon." }));
+        let said = step.next.unwrap();
+        assert_eq!(decide(Some(&said), announce()).unwrap_err(), Rejection::Exists);
+        assert!(decide(Some(&said), Command::Tick).unwrap().next.is_none());
+        assert_eq!(decide(None, Command::Tick).unwrap_err(), Rejection::NotFound);
+    }
+}

@@ -1,0 +1,206 @@
+use super::*;
+use crate::authz::{Caller, Principal, Role};
+use crate::policy::{PolicyBook, Scope, Value};
+use proptest::prelude::*;
+use uuid::Uuid;
+
+fn user(user_id: &str, role: Role) -> Principal {
+    Principal::Caller(Caller {
+        user_id: user_id.into(),
+        roles: [role].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+        grant: None,
+        service_account: None,
+    })
+}
+
+fn book(quota: i64) -> PolicyBook {
+    let mut book = PolicyBook::default();
+    book.set(Key::AllocationMaxConcurrent, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(quota)).unwrap();
+    book
+}
+
+fn decide(state: Option<&Tenant>, command: Command, seed: u128, quota: i64) -> Result<Step<Tenant>, Rejection> {
+    let (policy, by) = (book(quota), user("ann", Role::User));
+    let (now, id) = (Timestamp::UNIX_EPOCH, Uuid::nil());
+    Tenant::decide(
+        state,
+        command,
+        &Ctx {
+            now,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            trace: crate::machine::Trace::default(),
+            seed,
+            id,
+            version: 1,
+        },
+    )
+}
+
+fn add(n: usize) -> Command {
+    Command::AddKey {
+        user_id: "ann".into(),
+        name: format!("key {n}"),
+        key_type: "ssh-ed25519".into(),
+        public_key: format!("ssh-ed25519 {n}"),
+        fingerprint: format!("SHA256:{n}"),
+    }
+}
+
+fn admit(n: u128) -> Command {
+    let scopes = AskedScopes { org_id: None, project_id: None, plan: None };
+    let allocation_id = AllocationId(Uuid::from_u128(n));
+    Command::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
+}
+
+fn forget(n: u128) -> Command {
+    Command::Forget { allocation_id: AllocationId(Uuid::from_u128(n)) }
+}
+
+fn with_keys(count: usize) -> Tenant {
+    (0..count).fold(Tenant::new("ann"), |tenant, n| {
+        decide(Some(&tenant), add(n), n as u128 * 0x1_0000_0000_0000_0000, 50).unwrap().next.unwrap()
+    })
+}
+
+fn defaults(tenant: &Tenant) -> usize {
+    tenant.keys.values().filter(|key| key.is_default).count()
+}
+
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
+    Ctx { now, policy, by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1, trace: machine::Trace::default() }
+}
+
+#[test]
+fn keys_are_their_owners_to_change_and_an_administrators_and_nobody_elses() {
+    let (policy, tenant) = (book(50), with_keys(2));
+    let other = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
+    for command in [Command::MakeDefault { key: other }, Command::DeleteKey { key: other }] {
+        let asked = |by: &Principal| {
+            Tenant::decide(Some(&tenant), command.clone(), &ctx(Timestamp::UNIX_EPOCH, &policy, by))
+                .map(|step| step.next)
+        };
+        assert_eq!(asked(&user("bob", Role::User)), Err(Rejection::NotFound));
+        assert!(
+            asked(&user("ann", Role::User)).unwrap().is_some() && asked(&user("root", Role::Admin)).unwrap().is_some()
+        );
+    }
+}
+
+#[test]
+fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent() {
+    let (policy, by) = (book(50), user("ann", Role::User));
+    let (tenant, now) = (with_keys(1), Timestamp::UNIX_EPOCH);
+    let nobodys = SshKeyId(Uuid::from_u128(99));
+    for (command, action) in [
+        (add(0), AuditAction::SshKeysCreate),
+        (Command::DeleteKey { key: nobodys }, AuditAction::SshKeysDelete),
+        (Command::MakeDefault { key: nobodys }, AuditAction::SshKeysMakeDefault),
+    ] {
+        let rejection = decide(Some(&tenant), command.clone(), 1, 50).unwrap_err();
+        let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
+        assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
+        assert_eq!(refused.audit.metadata["cause"], rejection.to_string());
+        assert!(refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
+    }
+    let quota = Rejection::OverQuota { limit: 1 };
+    assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
+
+    // What is no key at all is refused before it comes here, also of somebody who has none yet.
+    let command = Command::RefuseKey { user_id: "ann".into(), cause: KeyCause::PrivateKey };
+    let step = decide(None, command.clone(), 1, 50).unwrap();
+    assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
+    let again = decide(step.next.as_ref(), command, 1, 50).unwrap();
+    assert!(again.next.is_none() && again.audit.is_empty());
+}
+
+#[test]
+fn a_tenant_comes_to_be_with_the_first_thing_kept_of_them() {
+    assert!(decide(None, add(1), 1, 50).unwrap().next.is_some());
+    assert!(decide(None, admit(1), 1, 50).unwrap().next.is_some());
+    assert!(decide(None, forget(1), 1, 50).unwrap().next.is_none());
+    assert!(decide(None, Command::Tick, 1, 50).unwrap().next.is_none());
+    let nobodys = SshKeyId(Uuid::nil());
+    assert_eq!(decide(None, Command::DeleteKey { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
+    assert_eq!(decide(None, Command::MakeDefault { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
+    // Over a quota of nothing, not even a first allocation comes to be.
+    assert_eq!(decide(None, admit(1), 1, 0).err(), Some(Rejection::OverQuota { limit: 0 }));
+}
+
+#[test]
+fn the_first_key_is_the_default_and_it_passes_on_when_deleted() {
+    let tenant = with_keys(3);
+    let first = tenant.default_key().unwrap().clone();
+    assert_eq!(first.name, "key 0");
+    let heir = decide(Some(&tenant), Command::DeleteKey { key: first.id }, 1, 50).unwrap().next.unwrap();
+    assert_eq!(defaults(&heir), 1);
+}
+
+#[test]
+fn a_key_is_registered_once_and_there_is_an_end_to_them() {
+    let tenant = with_keys(100);
+    let existing = tenant.keys.values().find(|key| key.fingerprint == "SHA256:7").unwrap().id;
+    assert_eq!(decide(Some(&tenant), add(7), 1, 50).err(), Some(Rejection::KeyExists { existing }));
+    assert_eq!(decide(Some(&tenant), add(100), 1, 50).err(), Some(Rejection::TooManyKeys { limit: 100 }));
+}
+
+#[test]
+fn every_change_of_a_key_is_audited() {
+    let tenant = with_keys(1);
+    let key = tenant.default_key().unwrap().id;
+    for command in [add(9), Command::MakeDefault { key }, Command::DeleteKey { key }] {
+        let step = decide(Some(&tenant), command, 77, 50).unwrap();
+        assert_eq!(step.audit.len(), 1);
+        assert_eq!(step.audit[0].metadata["result"], "ok");
+    }
+}
+
+#[test]
+fn a_quota_that_is_lowered_lets_those_be_who_are_there() {
+    let two = [1, 2]
+        .into_iter()
+        .fold(Tenant::new("ann"), |tenant, n| decide(Some(&tenant), admit(n), 1, 50).unwrap().next.unwrap());
+    assert_eq!(decide(Some(&two), admit(3), 1, 1).err(), Some(Rejection::OverQuota { limit: 1 }));
+    assert!(decide(Some(&two), admit(2), 1, 1).unwrap().next.is_none(), "admitted before");
+}
+
+proptest! {
+    #[test]
+    fn the_quota_is_never_exceeded_and_counts_each_allocation_once(
+        moves in prop::collection::vec((any::<bool>(), 0u128..8), 0..60), quota in 0i64..5
+    ) {
+        let mut tenant = Tenant::new("ann");
+        for (comes, n) in moves {
+            let command = if comes { admit(n) } else { forget(n) };
+            if let Ok(Step { next: Some(next), .. }) = decide(Some(&tenant), command, 1, quota) {
+                tenant = next;
+            }
+            prop_assert!(tenant.live.len() as i64 <= quota);
+        }
+    }
+
+    #[test]
+    fn of_any_keys_exactly_one_is_the_default(
+        moves in prop::collection::vec((0u8..3, 0usize..6), 0..40)
+    ) {
+        let mut tenant = Tenant::new("ann");
+        for (n, (kind, which)) in moves.into_iter().enumerate() {
+            let key = tenant.keys.keys().nth(which).copied().unwrap_or(SshKeyId(Uuid::nil()));
+            let command = match kind {
+                0 => add(which),
+                1 => Command::DeleteKey { key },
+                _ => Command::MakeDefault { key },
+            };
+            if let Ok(Step { next: Some(next), .. }) = decide(Some(&tenant), command, (n as u128) << 64, 50) {
+                let kept = serde_json::to_string(&next).unwrap();
+                prop_assert_eq!(&serde_json::from_str::<Tenant>(&kept).unwrap(), &next);
+                tenant = next;
+            }
+            prop_assert_eq!(defaults(&tenant), usize::from(!tenant.keys.is_empty()));
+        }
+    }
+}

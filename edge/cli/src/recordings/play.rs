@@ -1,0 +1,189 @@
+//! `gpuctl recordings play`: a recording in the user's own terminal, at the pace at which it was shown.
+
+use super::tame::Tame;
+use super::{asciicast, keep};
+use crate::api::Api;
+use crate::duration;
+use crate::failure::{Ended, Failure};
+use crate::out::{say_always, say_raw};
+use crate::terminal::raw::{Raw, discard_typed, size};
+use crate::terminal::screen;
+use crate::text::plain;
+use serde::Deserialize;
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, IsTerminal as _, Read as _, Seek as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
+use uuid::Uuid;
+
+/// A line of a recording is no longer.
+const LONGEST_LINE: u64 = 4 * 1024 * 1024;
+const CTRL_C: u8 = 3;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct PlayArgs {
+    recording: Uuid,
+    /// So many times as fast.
+    #[arg(long, value_name = "TIMES", default_value = "1", value_parser = speed)]
+    speed: f64,
+    /// Wait no longer than this where nothing happens (`2s`).
+    #[arg(long, value_name = "TIME", value_parser = duration::parse)]
+    idle_limit: Option<Duration>,
+}
+
+fn speed(text: &str) -> Result<f64, String> {
+    let speed = text.parse().ok().filter(|speed| (0.1..=1000.0).contains(speed));
+    speed.ok_or_else(|| "a number from 0.1 to 1000".to_owned())
+}
+
+/// The first line (asciicast v2).
+#[derive(Debug, Deserialize)]
+struct Header {
+    width: u16,
+    height: u16,
+}
+
+/// What is typed at a recording.
+enum Key {
+    Pause,
+    End,
+}
+
+pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
+    let recording = args.recording;
+    if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
+        return Err(Failure::usage("a recording is played in a terminal")
+            .next(format!("Keep it in a file: gpuctl recordings download {recording}")));
+    }
+    let mut lines = BufReader::new(fetched(api, recording).await?);
+    let header: Header = line(&mut lines)?.and_then(|line| serde_json::from_str(&line).ok()).ok_or_else(unreadable)?;
+    let (columns, rows) = size(io::stdout());
+    if columns < header.width || rows < header.height {
+        let (width, height) = (header.width, header.height);
+        say_always(&format!("It was shown on {width} x {height}, and this terminal is {columns} x {rows}."));
+    }
+    let taken = |error: io::Error| Failure::new(Ended::Failed, format!("the terminal cannot be used: {error}"));
+    let raw = Raw::begin(io::stdin()).map_err(taken)?;
+    let player = Player::new(&args).map_err(taken)?;
+    let played = player.play(&mut lines).await;
+    // The user's own terminal is theirs again before anything is said, and nothing that was typed meanwhile is a command.
+    raw.sober();
+    discard_typed(io::stdin());
+    drop(raw);
+    played.map(|()| say_raw("\r\n"))
+}
+
+/// The whole of it, in a file that has no name: who pauses for an hour keeps no connection waiting.
+async fn fetched(api: &Api, recording: Uuid) -> Result<File, Failure> {
+    let failed = |error: io::Error| Failure::new(Ended::Failed, format!("no room for the recording: {error}"));
+    let mut answer = asciicast(api, recording).await?;
+    let path = std::env::temp_dir().join(format!("gpuctl-{}.cast", Uuid::new_v4()));
+    let mut file =
+        OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+    std::fs::remove_file(&path).map_err(failed)?;
+    keep(&mut answer, &mut file).await?;
+    file.rewind().map_err(failed)?;
+    Ok(file)
+}
+
+fn unreadable() -> Failure {
+    Failure::new(Ended::Server, "the recording is no asciicast v2")
+}
+
+fn line(lines: &mut impl BufRead) -> Result<Option<String>, Failure> {
+    let mut line = String::new();
+    let read = lines.take(LONGEST_LINE).read_line(&mut line).map_err(|_| unreadable())?;
+    Ok((read > 0).then_some(line))
+}
+
+struct Player {
+    speed: f64,
+    idle_limit: Duration,
+    tame: Tame,
+    keys: mpsc::Receiver<Vec<u8>>,
+    ends: [Signal; 2],
+    /// Played up to here, of the recording's own time.
+    played: Duration,
+    /// When the next event is due.
+    due: Instant,
+}
+
+impl Player {
+    fn new(args: &PlayArgs) -> io::Result<Self> {
+        Ok(Self {
+            speed: args.speed,
+            idle_limit: args.idle_limit.unwrap_or(Duration::MAX),
+            tame: Tame::default(),
+            keys: screen::keys(),
+            ends: [signal(SignalKind::terminate())?, signal(SignalKind::hangup())?],
+            played: Duration::ZERO,
+            due: Instant::now(),
+        })
+    }
+
+    async fn play(mut self, lines: &mut impl BufRead) -> Result<(), Failure> {
+        while let Some(line) = line(lines)? {
+            let (at, kind, data): (f64, String, String) = serde_json::from_str(&line).map_err(|_| unreadable())?;
+            let at = Duration::try_from_secs_f64(at).map_err(|_| unreadable())?;
+            let pause = at.saturating_sub(self.played).min(self.idle_limit);
+            self.played = self.played.max(at);
+            self.due += pause.div_f64(self.speed);
+            if !self.wait().await {
+                return Ok(());
+            }
+            let shown = match kind.as_str() {
+                "o" => self.tame.let_through(&data),
+                "m" => format!("\r\n[{}]\r\n", plain(&data)).into_bytes(),
+                // The terminal has the size that its user gave it.
+                _ => continue,
+            };
+            let mut out = io::stdout().lock();
+            let drawn = out.write_all(&shown).and_then(|()| out.flush());
+            drawn.map_err(|error| Failure::new(Ended::Failed, format!("the terminal is gone: {error}")))?;
+        }
+        Ok(())
+    }
+
+    /// Until the next event is due. `false`: the user has seen enough.
+    async fn wait(&mut self) -> bool {
+        loop {
+            let due = self.due;
+            tokio::select! {
+                biased;
+                key = self.key() => match key {
+                    Key::End => return false,
+                    Key::Pause => {
+                        let paused = Instant::now();
+                        if matches!(self.key().await, Key::End) {
+                            return false;
+                        }
+                        self.due += paused.elapsed();
+                    }
+                },
+                () = sleep_until(due) => return true,
+            }
+        }
+    }
+
+    async fn key(&mut self) -> Key {
+        let [terminate, hangup] = &mut self.ends;
+        loop {
+            let typed = tokio::select! {
+                typed = self.keys.recv() => typed,
+                _ = terminate.recv() => None,
+                _ = hangup.recv() => None,
+            };
+            let Some(typed) = typed else { return Key::End };
+            for byte in typed {
+                match byte {
+                    b' ' => return Key::Pause,
+                    b'q' | CTRL_C => return Key::End,
+                    _ => {}
+                }
+            }
+        }
+    }
+}

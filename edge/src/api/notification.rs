@@ -1,0 +1,216 @@
+//! Notifications: where people listen, and what operators say to all of them (decisions 7; specification, *Notification channel*).
+
+use axum::Json;
+use axum::extract::ws::WebSocketUpgrade;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::{FromRequestParts, State};
+use axum::http::{HeaderValue, StatusCode, header, request};
+use axum::response::{IntoResponse, Response};
+use chrono::{DateTime, Utc};
+use domain::announcement::{self, Announcement, Command, Reply};
+use domain::notification::Channel;
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::asking::{ByAdmin, Person, replayed};
+use super::field::Reason;
+use crate::auth::{self, Caller};
+use crate::body;
+use crate::error::{ApiError, Code};
+use crate::notifications::{Connection, FULL, NotificationMessage};
+use crate::places::{Full, Open};
+use crate::services::Services;
+use crate::websocket::{Close, REVOKED, TOKEN, check_origin, close_now, no_upgrade, offered};
+
+/// The subprotocol that a connection speaks.
+const PROTOCOL: &str = "gpu.notifications.v1";
+
+/// A client sends pings and nothing else.
+const CLIENT_MESSAGE: usize = 1024;
+
+/// Somebody who wants to listen, before it is known whether they may.
+pub(super) struct Knock {
+    caller: Result<Caller, ApiError>,
+    token: Option<SecretString>,
+    /// The token came as a page brings it, which is shown close codes and nothing else.
+    is_page: bool,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    speaks: bool,
+}
+
+impl FromRequestParts<Services> for Knock {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+        // Whatever stands in a URL is written down on its way.
+        if parts.uri.query().is_some() {
+            return Err(ApiError::invalid_request(
+                "This address takes no query: offer the access token as the subprotocol `bearer.<token>`, and treat one that was in \
+                 a URL as known to others.",
+            ));
+        }
+        check_origin(services, &parts.headers)?;
+        let offered = offered(&parts.headers)?;
+        let speaks = offered.contains(&PROTOCOL);
+        let mut tokens = offered.iter().filter_map(|protocol| protocol.strip_prefix("bearer."));
+        let (token, second) = (tokens.next().map(|token| SecretString::from(token.to_owned())), tokens.next());
+        let is_page = token.is_some();
+        if second.is_some() || (is_page && parts.headers.contains_key(header::AUTHORIZATION)) {
+            return Err(ApiError::invalid_request(
+                "Send one access token: as the subprotocol `bearer.<token>`, or in the header Authorization.",
+            ));
+        }
+        if let Some(token) = token {
+            // A subprotocol is visible ASCII, so it is a header's text.
+            let value = HeaderValue::from_str(&format!("Bearer {}", token.expose_secret()));
+            let mut value = value.map_err(|_| ApiError::invalid_request("`bearer.<token>` holds no token."))?;
+            value.set_sensitive(true);
+            parts.headers.insert(header::AUTHORIZATION, value);
+        }
+        let token = auth::bearer(&parts.headers).ok().map(|token| SecretString::from(token.to_owned()));
+        let caller = Person::from_request_parts(parts, services).await.map(|Person(caller)| caller);
+        let upgrade = WebSocketUpgrade::from_request_parts(parts, services).await;
+        Ok(Self { caller, token, is_page, upgrade, speaks })
+    }
+}
+
+/// Listens to what happens to what is yours.
+///
+/// A WebSocket (RFC 6455, over HTTP/1.1). Offer the subprotocols `gpu.notifications.v1` and `bearer.<access token>`, or send the
+/// token in the header `Authorization`. You hear the channels `user`, `org` where the token names one, and `broadcast`; each text message is
+/// one `Notification`, the first one `notifications.ready`. Nothing is kept for you: read what is true after you have connected. The
+/// connection ends with the access token. Close codes: 4401 the token is not accepted, 4403 it was revoked, or has no role here, 4408 it has
+/// ended, 4413 you were too slow, 4429 you have too many connections (policy `notification.connections_per_user`), 1008 what you
+/// said is not understood, 1009 it is too long, 1012 and 1013 connect again.
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 101, description = "From here on messages come: each is one `Notification`.", body = NotificationMessage)),
+)]
+pub(super) async fn listen(State(services): State<Services>, knock: Knock) -> Result<Response, ApiError> {
+    let Knock { caller, token, is_page, upgrade, speaks } = knock;
+    let caller = match caller {
+        Ok(caller) => caller,
+        Err(error) => {
+            return match (closes(&error), upgrade) {
+                (Some(why), Ok(upgrade)) if is_page && speaks => Ok(closed(upgrade, why)),
+                _ => Err(error),
+            };
+        }
+    };
+    let upgrade = upgrade.map_err(no_upgrade)?;
+    if !speaks {
+        return Err(ApiError::invalid_request(format!("Offer the subprotocol `{PROTOCOL}`.")));
+    }
+    let token = token.ok_or_else(|| ApiError::internal("a caller was known without a token"))?;
+    let most = services.world.policy().int(Open::Notifications.key(), &scopes_of(&caller), services.world.now());
+    let place = match services.places.take(Open::Notifications, &caller.user_id, most).await {
+        Ok(place) => place,
+        Err(Full::Own { .. }) => return Ok(closed(upgrade, FULL)),
+        Err(full @ Full::All) => return Err(full.into()),
+    };
+    // What a token says of its holder, and nothing that a client says, decides what they hear.
+    let mut channels = vec![Channel::User(caller.user_id.clone())];
+    channels.extend(caller.org_id.clone().map(Channel::Org));
+    channels.push(Channel::Broadcast);
+    let upgrade = upgrade
+        .protocols([PROTOCOL])
+        .max_message_size(CLIENT_MESSAGE)
+        .max_frame_size(CLIENT_MESSAGE)
+        .read_buffer_size(CLIENT_MESSAGE)
+        .write_buffer_size(0)
+        .max_write_buffer_size(64 * 1024);
+    Ok(upgrade.on_upgrade(async move |socket| {
+        let listening = services.notifications.listen(channels).await;
+        Connection { services, listening, token, caller, place }.run(socket).await;
+    }))
+}
+
+fn scopes_of(caller: &Caller) -> domain::policy::Scopes {
+    domain::policy::Scopes {
+        user_id: Some(caller.user_id.clone()),
+        project_id: caller.project_id.clone(),
+        org_id: caller.org_id.clone(),
+        plan: caller.plan.clone(),
+    }
+}
+
+/// What a page is told of a refusal that will not change by itself.
+fn closes(error: &ApiError) -> Option<Close> {
+    match error.code() {
+        Code::Unauthenticated => Some(TOKEN),
+        Code::Forbidden => Some(REVOKED),
+        _ => None,
+    }
+}
+
+fn closed(upgrade: WebSocketUpgrade, why: Close) -> Response {
+    upgrade.protocols([PROTOCOL]).on_upgrade(async move |mut socket| close_now(&mut socket, why).await)
+}
+
+/// How loud it is.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Severity {
+    Info,
+    Warning,
+    Critical,
+}
+
+/// What is to be said.
+#[derive(Debug, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NewAnnouncement {
+    severity: Severity,
+    /// For people, in one line. What looks like a key, a token or a password is refused.
+    message: Reason,
+}
+
+/// What was said.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Announcement)]
+pub(super) struct AnnouncementView {
+    id: Uuid,
+    severity: Severity,
+    message: String,
+    /// `user:…`
+    announced_by: String,
+    announced_at: DateTime<Utc>,
+}
+
+/// Says something to everybody who listens at this moment.
+///
+/// It goes out on the channel `broadcast` as `notification.announced`, and cannot be taken back. Whoever connects later does not hear it.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = NewAnnouncement,
+    responses((status = 201, description = "It is being said.", body = AnnouncementView)),
+)]
+pub(super) async fn broadcast(
+    ByAdmin(asking): ByAdmin,
+    body::Json(new): body::Json<NewAnnouncement>,
+) -> Result<impl IntoResponse, ApiError> {
+    let asking = asking.urgently();
+    let command = Command::Announce { severity: new.severity.into(), message: new.message.to_string() };
+    let answered = asking.ask::<Announcement>(asking.id_of_new(), command, &new).await?;
+    let replayed = replayed(&answered);
+    let Reply::Announced { announcement } = answered.reply else {
+        return Err(ApiError::internal("the machine of announcements answered another question"));
+    };
+    let Announcement { id, message, by, at, .. } = *announcement;
+    let view = AnnouncementView { id: id.0, severity: new.severity, message, announced_by: by, announced_at: at };
+    Ok((StatusCode::CREATED, replayed, Json(view)))
+}
+
+impl From<Severity> for announcement::Severity {
+    fn from(severity: Severity) -> Self {
+        match severity {
+            Severity::Info => Self::Info,
+            Severity::Warning => Self::Warning,
+            Severity::Critical => Self::Critical,
+        }
+    }
+}

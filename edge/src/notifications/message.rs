@@ -1,0 +1,222 @@
+//! A notification as it is sent: a CloudEvent (1.0, JSON format), version 1 of its data. What is added to it later is added beside what
+//! there is.
+
+use chrono::{DateTime, Utc};
+use domain::announcement::Severity;
+use domain::notification::{Channel, Data};
+use serde::Serialize;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+const VERSION: u32 = 1;
+const SOURCE: &str = "/gpuaas/notifications";
+
+/// What came over a connection for notifications: a CloudEvent.
+///
+/// `provisioning.*`, `node.*`, `terminal.*`, `billing.*`, `notification.announced`: something happened.
+/// `notifications.ready`: from here on you hear. `notifications.pong`: the answer to your `{"type":"ping"}`.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Notification)]
+pub struct NotificationMessage<'a> {
+    /// Of CloudEvents.
+    #[schema(example = "1.0")]
+    specversion: &'static str,
+    /// The event's. The same comes again where a message was sent twice.
+    id: Uuid,
+    #[schema(example = "/gpuaas/notifications")]
+    source: &'static str,
+    /// What happened.
+    #[serde(rename = "type")]
+    #[schema(example = "provisioning.active")]
+    kind: &'a str,
+    /// What it happened to: kind and id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(example = "allocation/0199e3f4-5c1b-7a00-8000-0c0ffee0c0de")]
+    subject: Option<&'a str>,
+    time: DateTime<Utc>,
+    #[schema(example = "application/json")]
+    datacontenttype: &'static str,
+    /// Of the data: what a version has is never taken away.
+    #[schema(example = 1)]
+    dataversion: u32,
+    /// The request that it goes back to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    correlationid: Option<&'a str>,
+    /// `user`, `org` or `broadcast`; none where the connection speaks of itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(example = "user")]
+    channel: Option<&'static str>,
+    #[schema(value_type = NotificationData)]
+    data: Said<'a>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Said<'a> {
+    Event(&'a Data),
+    Ready { channels: Vec<&'static str>, expires_at: DateTime<Utc> },
+    Nothing {},
+}
+
+/// Identifiers, states and codes; which of them there are depends on `type`.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct NotificationData {
+    allocation_id: Option<Uuid>,
+    node_id: Option<Uuid>,
+    /// A terminal session's.
+    session_id: Option<Uuid>,
+    /// A billing account's.
+    account_id: Option<Uuid>,
+    announcement_id: Option<Uuid>,
+    from_state: Option<String>,
+    state: Option<String>,
+    /// A code.
+    reason: Option<String>,
+    /// Of a clean-up.
+    attempt: Option<u32>,
+    /// Of `billing.balance_depleted`: when what runs is released, unless money comes in.
+    release_at: Option<DateTime<Utc>>,
+    /// Of `notification.announced`: `info`, `warning` or `critical`.
+    #[schema(value_type = Option<String>)]
+    severity: Option<Severity>,
+    /// Of `notification.announced`: an operator's words.
+    message: Option<String>,
+    /// Of `notifications.ready`: what you listen to.
+    channels: Option<Vec<String>>,
+    /// Of `notifications.ready`: when the access token ends, and the connection with it.
+    expires_at: Option<DateTime<Utc>>,
+}
+
+/// Which event a notification is of.
+#[derive(Clone, Debug)]
+pub struct About<'a> {
+    pub id: Uuid,
+    /// The event's own type.
+    pub kind: &'a str,
+    pub subject: &'a str,
+    pub time: DateTime<Utc>,
+    pub correlation_id: &'a str,
+}
+
+impl<'a> NotificationMessage<'a> {
+    const fn new(id: Uuid, kind: &'a str, time: DateTime<Utc>, data: Said<'a>) -> Self {
+        Self {
+            specversion: "1.0",
+            id,
+            source: SOURCE,
+            kind,
+            subject: None,
+            time,
+            datacontenttype: "application/json",
+            dataversion: VERSION,
+            correlationid: None,
+            channel: None,
+            data,
+        }
+    }
+
+    fn encode(&self) -> String {
+        // Plain fields only: it can be written.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+/// What is said of an event on a channel.
+#[must_use]
+pub fn encoded(about: &About<'_>, channel: &Channel, data: &Data) -> String {
+    let message = NotificationMessage {
+        subject: Some(about.subject),
+        correlationid: Some(about.correlation_id),
+        channel: Some(channel.name()),
+        ..NotificationMessage::new(about.id, about.kind, about.time, Said::Event(data))
+    };
+    message.encode()
+}
+
+/// From here on it is heard what is said on these channels.
+pub(super) fn ready(channels: &[Channel], expires_at: DateTime<Utc>, now: DateTime<Utc>) -> String {
+    let channels = channels.iter().map(Channel::name).collect();
+    NotificationMessage::new(Uuid::new_v4(), "notifications.ready", now, Said::Ready { channels, expires_at }).encode()
+}
+
+pub(super) fn pong(now: DateTime<Utc>) -> String {
+    NotificationMessage::new(Uuid::new_v4(), "notifications.pong", now, Said::Nothing {}).encode()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, TerminalSessionId};
+    use serde_json::{Value, json};
+    use std::collections::BTreeSet;
+    use utoipa::PartialSchema as _;
+
+    fn everything() -> Data {
+        let (id, text) = (Uuid::from_u128(1), || Some("x".to_owned()));
+        Data {
+            allocation_id: Some(AllocationId(id)),
+            node_id: Some(NodeId(id)),
+            session_id: Some(TerminalSessionId(id)),
+            account_id: Some(BillingAccountId(id)),
+            announcement_id: Some(AnnouncementId(id)),
+            from_state: text(),
+            state: text(),
+            reason: text(),
+            attempt: Some(1),
+            release_at: Some(DateTime::UNIX_EPOCH),
+            severity: Some(Severity::Warning),
+            message: text(),
+        }
+    }
+
+    fn keys(value: &Value) -> BTreeSet<String> {
+        value.as_object().unwrap().keys().cloned().collect()
+    }
+
+    #[test]
+    fn a_notification_is_a_cloud_event_that_says_what_concerns_its_reader_and_no_more() {
+        let about = About {
+            id: Uuid::from_u128(7),
+            kind: "billing.balance_low",
+            subject: "billing_account/x",
+            time: DateTime::UNIX_EPOCH,
+            correlation_id: "c",
+        };
+        let data = Data { account_id: Some(BillingAccountId(Uuid::from_u128(2))), ..Data::default() };
+        let sent: Value = serde_json::from_str(&encoded(&about, &Channel::Org("acme".into()), &data)).unwrap();
+        let expected = json!({
+            "specversion": "1.0", "id": Uuid::from_u128(7), "source": "/gpuaas/notifications", "type": "billing.balance_low",
+            "subject": "billing_account/x", "time": "1970-01-01T00:00:00Z", "datacontenttype": "application/json",
+            "dataversion": 1, "correlationid": "c", "channel": "org", "data": { "account_id": Uuid::from_u128(2) },
+        });
+        assert_eq!(sent, expected, "the id of whose channel it is stands nowhere");
+    }
+
+    #[test]
+    fn whatever_is_said_is_described() {
+        let (now, channels) = (DateTime::UNIX_EPOCH, [Channel::Broadcast]);
+        let schema = serde_json::to_value(NotificationData::schema()).unwrap();
+        let described = keys(&schema["properties"]);
+        let ready: Value = serde_json::from_str(&ready(&channels, now, now)).unwrap();
+        let pong: Value = serde_json::from_str(&pong(now)).unwrap();
+        let said: BTreeSet<_> = [&serde_json::to_value(everything()).unwrap(), &ready["data"], &pong["data"]]
+            .into_iter()
+            .flat_map(keys)
+            .collect();
+        assert_eq!(said, described);
+        let schema = serde_json::to_value(NotificationMessage::schema()).unwrap();
+        let about = About { id: Uuid::nil(), kind: "k", subject: "s", time: now, correlation_id: "c" };
+        let sent: Value = serde_json::from_str(&encoded(&about, &Channel::Broadcast, &everything())).unwrap();
+        assert_eq!(keys(&sent), keys(&schema["properties"]));
+    }
+
+    #[test]
+    fn no_field_could_hold_a_secret() {
+        let data = serde_json::to_value(everything()).unwrap();
+        for key in keys(&data) {
+            let suspect = ["secret", "token", "key", "password"].into_iter().find(|word| key.contains(word));
+            assert_eq!(suspect, None, "{key}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+// The page that plays a recording back: who is asked for, what there is of it, and asciinema's player.
+
+import { BEARER, reading } from "./api.js";
+import { ofDuration } from "./words.js";
+
+const at = (id) => document.getElementById(id);
+const session = location.pathname.split("/").at(-1);
+const ask = reading(session, () => sessionStorage.getItem(BEARER));
+
+// The player makes its buttons out of markup of its own, and nothing of a recording ever is markup: what could do more than show is refused.
+const ACTS = /<\s*(script|iframe|object|embed|base|form|meta|link|style)|\son\w+\s*=|javascript:/i;
+window.trustedTypes?.createPolicy("default", { createHTML: (markup) => (ACTS.test(markup) ? null : markup) });
+
+const only = (shown) => ["sign-in", "about", "player"].forEach((id) => (at(id).hidden = id !== shown));
+
+function say(words, state = "connected") {
+  at("state").dataset.state = state;
+  at("state").textContent = words;
+}
+
+function judge(verdict) {
+  if (verdict.kind !== "sign-in") {
+    say(verdict.why ?? "The recording cannot be played back.", "closed");
+    return;
+  }
+  sessionStorage.removeItem(BEARER);
+  say(verdict.why, "signed-out");
+  only("sign-in");
+  at("forget").hidden = true;
+  at("token").focus();
+}
+
+async function look() {
+  say("Looking …", "connecting");
+  at("forget").hidden = false;
+  try {
+    const found = await (await ask("")).json();
+    const missing = found.lost_bytes > 0 ? `${found.lost_bytes} bytes could not be recorded` : null;
+    const facts = {
+      "session": found.id,
+      "user": found.user_id,
+      "allocation": found.allocation_id,
+      "node": found.node_id,
+      "began": new Date(found.created_at).toLocaleString(),
+      "length": ofDuration(found.duration_ms),
+      "missing": missing,
+      "complete": found.complete ? "yes" : "not yet: the node has more of it, or the session goes on",
+    };
+    at("facts").replaceChildren();
+    for (const [name, value] of Object.entries(facts).filter(([, value]) => value !== null)) {
+      at("facts").append(Object.assign(document.createElement("dt"), { textContent: name }));
+      at("facts").append(Object.assign(document.createElement("dd"), { textContent: value }));
+    }
+    say("");
+    only("about");
+  } catch (verdict) {
+    judge(verdict);
+  }
+}
+
+async function play() {
+  at("play").disabled = true;
+  say("Fetching the recording …", "connecting");
+  try {
+    const data = await (await ask("/asciicast")).text();
+    only("player");
+    const shown = window.AsciinemaPlayer.create({ data }, at("player"), {
+      fit: "both",
+      controls: true,
+      idleTimeLimit: 5,
+      terminalFontFamily: "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
+    });
+    shown.addEventListener("ended", () => say("The end."));
+    say("Pauses of more than 5 s are cut short.");
+    await shown.play();
+  } catch (verdict) {
+    judge(verdict);
+  }
+  at("play").disabled = false;
+}
+
+at("session").textContent = session.slice(0, 8);
+at("session").title = `session ${session}`;
+document.title = `Recording ${session.slice(0, 8)}`;
+at("play").addEventListener("click", play);
+at("forget").addEventListener("click", () => {
+  sessionStorage.clear();
+  location.reload();
+});
+at("sign-in").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(BEARER, at("token").value.trim());
+  at("token").value = "";
+  look();
+});
+
+if (sessionStorage.getItem(BEARER) === null) {
+  judge({ kind: "sign-in", why: "" });
+} else {
+  look();
+}

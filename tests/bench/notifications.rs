@@ -1,0 +1,189 @@
+//! How long a notification takes to those whom it concerns, while many listen: sockets of many users at one replica over TLS, each message to
+//! all sockets of one user, so many messages a second. Measured twice: from the event on its stream through the relay to the socket, and
+//! from the bus to the socket. Beside the latter, in the same run, the same messages go at the same rate to the same number of plain
+//! subscribers of NATS, each with a TLS connection of its own. All listening ends live in this process.
+//!
+//! `BENCH_SOCKETS` takes fewer than the 10,000, and so does the limit of open files; `BENCH_SECONDS` shortens each measurement.
+
+#[path = "notifications/listeners.rs"]
+mod listeners;
+#[path = "notifications/plain.rs"]
+mod plain;
+
+use anyhow::{Context, ensure};
+use domain::billing_account::Holder;
+use domain::notification::Channel;
+use domain::{BillingAccountId, Event};
+use hdrhistogram::Histogram;
+use listeners::{Listeners, Taken};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use plain::Plain;
+use serde_json::json;
+use std::sync::Arc;
+use std::time::Duration;
+use tests::bench::memory::{resident_kib, slope};
+use tests::bench::{Plan, Report, Turns, fewer, programs, rounded};
+use tests::world::World;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use uuid::Uuid;
+
+const SOCKETS: usize = 10_000;
+/// Each message goes to so many of them.
+const OF_ONE_USER: usize = 10;
+const A_SECOND: u64 = 1000;
+/// At so many counts, evenly apart, it is measured.
+const LOOKS: usize = 4;
+/// The aim is for so long at each count.
+const SECONDS: f64 = 15.0;
+const SETTLES_IN: Duration = Duration::from_secs(3);
+/// What is still under way when the last message was said.
+const REST: Duration = Duration::from_secs(2);
+const AIM_MS: f64 = 100.0;
+
+fn main() -> anyhow::Result<()> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run())
+}
+
+async fn run() -> anyhow::Result<()> {
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
+    let sockets = fewer("BENCH_SOCKETS")?.unwrap_or(SOCKETS).min(usize::try_from(most)?.saturating_sub(1000));
+    let sockets = sockets.max(LOOKS * OF_ONE_USER) / (LOOKS * OF_ONE_USER) * (LOOKS * OF_ONE_USER);
+    let during = Plan::of_seconds(SECONDS)?.each;
+    let world = World::plan().binaries(&programs()?).variable("RUST_LOG", "warn").start().await;
+    match measure(&world, sockets, during).await {
+        Ok(report) => {
+            world.end().await;
+            report.publish()
+        }
+        // The world goes as it stands, and tells where it lies.
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+/// What was seen at one count of sockets.
+struct Seen {
+    sockets: usize,
+    from_event: Taken,
+    from_bus: Taken,
+    kib: f64,
+}
+
+async fn measure(world: &World, sockets: usize, during: Duration) -> anyhow::Result<Report> {
+    let users: Arc<[String]> = (0..sockets / OF_ONE_USER).map(|n| format!("listener-{n}")).collect();
+    let bus = world.bus().await;
+    let pid = world.replicas[0].pid().context("the replica has ended")?;
+    let mut listeners = Listeners::at(world)?;
+    let mut seen = Vec::new();
+    for step in 1..=LOOKS {
+        let count = sockets * step / LOOKS;
+        listeners.grow_to(count, |n| &users[n / OF_ONE_USER]).await?;
+        tokio::time::sleep(SETTLES_IN).await;
+        listeners.expect_all_open()?;
+        let kib = resident_kib(pid)?;
+        let users = &users[..count / OF_ONE_USER];
+        listeners.begin();
+        let said = say(&bus, during, |n| event(&users[n % users.len()])).await?;
+        let from_event = listeners.taken(said * OF_ONE_USER).await?;
+        listeners.begin();
+        let said = say(&bus, during, |n| notification(&users[n % users.len()])).await?;
+        let from_bus = listeners.taken(said * OF_ONE_USER).await?;
+        seen.push(Seen { sockets: count, from_event, from_bus, kib });
+    }
+    listeners.close().await;
+
+    let mut plain = Plain::at(world)?;
+    plain.grow_to(sockets, |n| Channel::User(users[n / OF_ONE_USER].clone()).subject()).await?;
+    tokio::time::sleep(SETTLES_IN).await;
+    plain.begin();
+    let said = say(&bus, during, |n| notification(&users[n % users.len()])).await?;
+    let baseline = plain.taken(said * OF_ONE_USER).await?;
+    plain.close();
+    report(&seen, &baseline, during)
+}
+
+/// Says so many a second, each when it is due: what was held up is caught up with. How many were said.
+async fn say(
+    bus: &async_nats::Client,
+    during: Duration,
+    word: impl Fn(usize) -> anyhow::Result<(String, String)>,
+) -> anyhow::Result<usize> {
+    let began = Instant::now();
+    let mut turn = interval(Duration::from_millis(1));
+    turn.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let mut said = 0;
+    while began.elapsed() < during {
+        turn.tick().await;
+        let due = usize::try_from(began.elapsed().as_micros() * u128::from(A_SECOND) / 1_000_000)?;
+        while said < due {
+            let (subject, message) = word(said)?;
+            bus.publish(subject, message.into()).await?;
+            said += 1;
+        }
+    }
+    bus.flush().await?;
+    tokio::time::sleep(REST).await;
+    Ok(said)
+}
+
+/// As the relay of the outbox publishes it.
+fn event(user: &str) -> anyhow::Result<(String, String)> {
+    let account_id = BillingAccountId(Uuid::new_v4());
+    let event = Event::BalanceLow { account_id, holder: Holder::User(user.to_owned()) };
+    let message = json!({
+        "specversion": "1.0", "id": Uuid::new_v4(), "source": "/gpuaas/shards/0", "type": event.subject(),
+        "subject": event.about().to_string(), "time": chrono::Utc::now(), "datacontenttype": "application/json",
+        "correlationid": "bench", "epoch": 1, "sequence": "00000000000000000001", "data": event,
+    });
+    Ok((event.subject().to_owned(), message.to_string()))
+}
+
+/// As the notification relay says it.
+fn notification(user: &str) -> anyhow::Result<(String, String)> {
+    let channel = Channel::User(user.to_owned());
+    let account_id = BillingAccountId(Uuid::new_v4());
+    let about = edge::notifications::About {
+        id: Uuid::new_v4(),
+        kind: "billing.balance_low",
+        subject: &format!("billing_account/{account_id}"),
+        time: chrono::Utc::now(),
+        correlation_id: "bench",
+    };
+    let data = domain::notification::Data { account_id: Some(account_id), ..Default::default() };
+    Ok((channel.subject(), edge::notifications::encoded(&about, &channel, &data)))
+}
+
+fn report(seen: &[Seen], baseline: &Taken, during: Duration) -> anyhow::Result<Report> {
+    let last = seen.last().context("nothing was measured")?;
+    ensure!(last.from_bus.times.len() > 100 && baseline.times.len() > 100, "too little was heard to say anything");
+    let ms = |times: &Histogram<u64>, quantile| rounded(times.value_at_quantile(quantile) as f64 / 1000.0);
+    let mut turns = Turns::default();
+    turns.round(ms(&last.from_bus.times, 0.99), ms(&baseline.times, 0.99));
+    let mut report = Report::new("notifications", "p99 ms, bus to socket", "NATS to plain subscribers", &turns);
+    for at in seen {
+        let n = at.sockets;
+        for (way, taken) in [("event", &at.from_event), ("bus", &at.from_bus)] {
+            for (name, quantile) in [("p50", 0.5), ("p99", 0.99)] {
+                report = report.figure(format!("{way}_to_socket_{name}_ms_at_{n}"), ms(&taken.times, quantile));
+            }
+            report = report.figure(format!("{way}_to_socket_missing_at_{n}"), taken.missing);
+        }
+    }
+    let kib: Vec<(f64, f64)> = seen.iter().map(|at| (at.sockets as f64, at.kib)).collect();
+    let p99 = ms(&last.from_event.times, 0.99);
+    Ok(report
+        .figure("max_ms_event_to_socket", ms(&last.from_event.times, 1.0))
+        .figure("plain_p50_ms", ms(&baseline.times, 0.5))
+        .figure("plain_missing", baseline.missing)
+        .figure("kib_each_socket", rounded(slope(&kib)))
+        .figure(
+            "aim_p99_under_100_ms_from_event",
+            if p99 < AIM_MS && last.from_event.missing == 0 { "met" } else { "missed" },
+        )
+        .condition("sockets", last.sockets)
+        .condition("messages_a_second", A_SECOND)
+        .condition("sockets_of_a_message", OF_ONE_USER)
+        .condition("seconds", during.as_secs_f64())
+        .condition("where", "replica, Postgres, NATS, whoever says and all who listen share the machine")
+        .condition("connection", "TLS 1.3, one for each who listens, in both"))
+}
