@@ -61,10 +61,19 @@ pub struct Shell {
     pub environment: Vec<(String, String)>,
 }
 
+/// By session.
+type Live = Arc<Mutex<BTreeMap<Uuid, Running>>>;
+
+struct Running {
+    allocation_id: Uuid,
+    /// Cancelled when the allocation is being given back.
+    given_back: CancellationToken,
+}
+
 /// The sessions that run.
 #[derive(Clone)]
 pub struct Terminals {
-    live: Arc<Mutex<BTreeMap<Uuid, Uuid>>>,
+    live: Live,
     spools: Spools,
     sends: Arc<Semaphore>,
     tasks: TaskTracker,
@@ -109,7 +118,7 @@ impl Terminals {
         let over = CancellationToken::new();
         let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
         let stop = self.stop.clone();
-        let ends = session::Ends { over, stop };
+        let ends = session::Ends { over, stop, given_back: place.given_back.clone() };
         let session = session::Session::new(pty, child, recorder, from_stream, to_stream, left, ends);
         self.tasks.spawn(stream.run().in_current_span());
         self.tasks.spawn(upload.run().in_current_span());
@@ -127,6 +136,12 @@ impl Terminals {
 }
 
 impl Terminals {
+    /// The allocation is about to be given back: that its shells end from now on is no word of their programs.
+    pub fn give_back(&self, allocation_id: Uuid) {
+        let live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+        live.values().filter(|it| it.allocation_id == allocation_id).for_each(|it| it.given_back.cancel());
+    }
+
     /// A session that must be recorded and cannot be does not begin.
     async fn record(&self, task: &OpenTerminal, way: &Arc<dyn Way>) -> Result<(Recorder, Upload), Failure> {
         let spools = self.spools.clone();
@@ -166,17 +181,19 @@ impl Terminals {
 /// A session's place among those of its allocation; given back when it is dropped.
 struct Place {
     session_id: Uuid,
-    live: Arc<Mutex<BTreeMap<Uuid, Uuid>>>,
+    given_back: CancellationToken,
+    live: Live,
 }
 
 impl Place {
     fn take(terminals: &Terminals, session_id: Uuid, allocation_id: Uuid) -> Result<Self, Failure> {
         let mut live = terminals.live.lock().unwrap_or_else(PoisonError::into_inner);
-        if live.values().filter(|of| **of == allocation_id).count() >= OF_ONE_ALLOCATION {
+        if live.values().filter(|it| it.allocation_id == allocation_id).count() >= OF_ONE_ALLOCATION {
             return Err(Failure::new("too_many_terminals", "the allocation has too many terminals"));
         }
-        live.insert(session_id, allocation_id);
-        Ok(Self { session_id, live: Arc::clone(&terminals.live) })
+        let given_back = CancellationToken::new();
+        live.insert(session_id, Running { allocation_id, given_back: given_back.clone() });
+        Ok(Self { session_id, given_back, live: Arc::clone(&terminals.live) })
     }
 }
 

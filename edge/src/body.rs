@@ -390,7 +390,6 @@ fn unknown_parameter(text: &str) -> Option<(&str, &str)> {
 mod tests {
     use axum::{
         Router,
-        middleware::from_fn_with_state,
         routing::{get, post},
     };
     use serde::Deserialize;
@@ -400,7 +399,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        correlation::{Service, request_scope},
+        correlation::{RequestScope, Service},
         testing::body_json,
     };
 
@@ -436,10 +435,7 @@ mod tests {
             .route("/maybe", post(|JsonOrDefault(_): JsonOrDefault<NewNode>| async { "fine" }))
             .route("/nodes/{id}", get(|Path(_): Path<Uuid>| async { "fine" }))
             .route("/search", get(|Query(_): Query<Filter>| async { "fine" }))
-            .layer(from_fn_with_state(
-                crate::testing::outermost(Service { name: "api", tells_route: false }),
-                request_scope,
-            ))
+            .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })))
     }
 
     async fn send(request: Request) -> (u16, Value) {

@@ -3,20 +3,29 @@
 //! `X-Correlation-Id` is taken from the request when it is 1 to 128 characters of `[A-Za-z0-9._-]`, else made; it is
 //! always in the response. W3C Trace Context (`traceparent`, `tracestate`) is read and carried on with a span of ours.
 
-use std::{fmt, sync::Arc};
+use std::{
+    convert::Infallible,
+    fmt,
+    sync::Arc,
+    task::{Context, Poll},
+};
 
 use actors::Asked;
 
 use axum::{
     body::Body,
-    extract::{FromRequestParts, MatchedPath, Request, State},
+    extract::{FromRequestParts, MatchedPath, Request},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request},
-    middleware::Next,
     response::{IntoResponse, Response},
 };
 use domain::{Permit, Timestamp};
+use futures::{
+    FutureExt, TryFutureExt,
+    future::{BoxFuture, ready},
+};
 use serde_json::Value;
 use telemetry::{Sampling, Trace};
+use tower::Layer;
 use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 
 use crate::error::{ApiError, Code, Envelope, Parts, Unrendered};
@@ -160,53 +169,106 @@ impl Outermost {
 
 /// The outermost layer of every router: opens the request's span, answers every failure with the envelope, logs and counts once.
 ///
-/// ```ignore
-/// router.layer(axum::middleware::from_fn_with_state(outermost, request_scope))
-/// ```
-pub async fn request_scope(State(outermost): State<Outermost>, mut request: Request, next: Next) -> Response {
-    let service = outermost.service;
-    let path = request.extensions().get::<MatchedPath>().cloned();
-    let route = path.as_ref().map_or(UNMATCHED, MatchedPath::as_str);
-    let method = request.method().clone();
-    let counting = outermost.figures.began(route, &method);
-    let correlation_id = CorrelationId::of(request.headers());
-    let above = trace_in(request.headers());
-    let trace = above.map_or_else(|| Trace::begin(outermost.sampling), Trace::child);
-    // What is passed on without the parent that it belongs to says nothing.
-    let tracestate = above.and_then(|_| tracestate_in(request.headers()));
-    let span = error_span!(
-        "request",
-        service = service.name,
-        %correlation_id,
-        trace_id = %trace.trace_id(),
-        span_id = %trace.span_id(),
-        otel.parent = trace.parent_to_export(),
-        otel.kind = "server",
-        org_id = field::Empty,
-        project_id = field::Empty,
-        resource_name = field::Empty,
-        error_code = field::Empty,
-        http.request.method = %method,
-        http.route = route,
-        http.response.status_code = field::Empty,
-    );
-    let scope = Scope { correlation_id, trace, tracestate, span: span.clone() };
-    request.extensions_mut().insert(scope.clone());
-    let response = match request.extensions_mut().remove::<Unreadable>() {
-        Some(unreadable) => unreadable.into_response(),
-        None => next.run(request).instrument(span.clone()).await,
-    };
-    let _entered = span.enter();
-    let mut response =
-        Finished { service, scope: &scope, method: &method, route, counting: &counting }.finish(response);
-    if scope.trace.is_sampled() {
-        span.record("http.response.status_code", response.status().as_u16());
+/// It is written out, and no `from_fn`: that one's box keeps room for the request for as long as the answer is waited for.
+#[derive(Clone)]
+pub struct RequestScope(pub Outermost);
+
+impl<S> Layer<S> for RequestScope {
+    type Service = Scoped<S>;
+
+    fn layer(&self, inner: S) -> Scoped<S> {
+        Scoped { inner, outermost: self.0.clone() }
     }
-    if let Ok(value) = HeaderValue::from_str(scope.correlation_id.as_str()) {
-        response.headers_mut().insert(CORRELATION_ID, value);
+}
+
+/// A router in its [`RequestScope`].
+#[derive(Clone)]
+pub struct Scoped<S> {
+    inner: S,
+    outermost: Outermost,
+}
+
+impl<S> tower::Service<Request> for Scoped<S>
+where
+    S: tower::Service<Request, Response = Response, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
     }
-    counting.ended(response.status());
-    response
+
+    fn call(&mut self, mut request: Request) -> Self::Future {
+        let begun = Begun::of(&self.outermost, &mut request);
+        if let Some(unreadable) = request.extensions_mut().remove::<Unreadable>() {
+            return ready(Ok(begun.end(unreadable.into_response()))).boxed();
+        }
+        let span = begun.scope.span.clone();
+        let answering = span.in_scope(|| self.inner.call(request));
+        answering.instrument(span).map_ok(move |response| begun.end(response)).boxed()
+    }
+}
+
+/// A request that is being worked on.
+struct Begun {
+    service: Service,
+    scope: Scope,
+    method: Method,
+    path: Option<MatchedPath>,
+    counting: Counting,
+}
+
+impl Begun {
+    fn of(outermost: &Outermost, request: &mut Request) -> Self {
+        let service = outermost.service;
+        let path = request.extensions().get::<MatchedPath>().cloned();
+        let route = path.as_ref().map_or(UNMATCHED, MatchedPath::as_str);
+        let method = request.method().clone();
+        let counting = outermost.figures.began(route, &method);
+        let correlation_id = CorrelationId::of(request.headers());
+        let above = trace_in(request.headers());
+        let trace = above.map_or_else(|| Trace::begin(outermost.sampling), Trace::child);
+        // What is passed on without the parent that it belongs to says nothing.
+        let tracestate = above.and_then(|_| tracestate_in(request.headers()));
+        let span = error_span!(
+            "request",
+            service = service.name,
+            %correlation_id,
+            trace_id = %trace.trace_id(),
+            span_id = %trace.span_id(),
+            otel.parent = trace.parent_to_export(),
+            otel.kind = "server",
+            org_id = field::Empty,
+            project_id = field::Empty,
+            resource_name = field::Empty,
+            error_code = field::Empty,
+            http.request.method = %method,
+            http.route = route,
+            http.response.status_code = field::Empty,
+        );
+        let scope = Scope { correlation_id, trace, tracestate, span };
+        request.extensions_mut().insert(scope.clone());
+        Self { service, scope, method, path, counting }
+    }
+
+    fn end(self, response: Response) -> Response {
+        let Self { service, scope, method, path, counting } = self;
+        let route = path.as_ref().map_or(UNMATCHED, MatchedPath::as_str);
+        let _entered = scope.span.enter();
+        let finished = Finished { service, scope: &scope, method: &method, route, counting: &counting };
+        let mut response = finished.finish(response);
+        if scope.trace.is_sampled() {
+            scope.span.record("http.response.status_code", response.status().as_u16());
+        }
+        if let Ok(value) = HeaderValue::from_str(scope.correlation_id.as_str()) {
+            response.headers_mut().insert(CORRELATION_ID, value);
+        }
+        counting.ended(response.status());
+        response
+    }
 }
 
 struct Finished<'a> {
@@ -347,7 +409,7 @@ pub fn no_store() -> [(HeaderName, HeaderValue); 1] {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
-    use axum::{Router, middleware::from_fn_with_state, routing::get};
+    use axum::{Router, routing::get};
     use proptest::prelude::*;
     use tower::ServiceExt;
 
@@ -364,7 +426,7 @@ mod tests {
             .route("/login", get(|| async { ApiError::new(Code::Unauthenticated, "Log in.") }))
             .route("/starting", get(|| async { ApiError::new(Code::ServiceUnavailable, "Not yet.").expected() }))
             .route("/bare", get(|| async { (StatusCode::BAD_REQUEST, "plain words") }))
-            .layer(from_fn_with_state(crate::testing::outermost(service), request_scope))
+            .layer(RequestScope(crate::testing::outermost(service)))
     }
 
     async fn get_with(path: &str, headers: &[(&str, &str)], service: Service) -> Response {

@@ -2,7 +2,7 @@
 //!
 //! An [`ApiError`] has two halves: what the caller may read (code, message, details) and what the operator needs (the
 //! cause). The first is rendered, the second logged, both exactly once, by the request scope
-//! ([`crate::correlation::request_scope`]), which alone knows the correlation id, the trace and the route.
+//! ([`crate::correlation::RequestScope`]), which alone knows the correlation id, the trace and the route.
 //! The codes are the closed table in [`code`] (the API's decisions, section 1, "Errors").
 
 use std::{borrow::Cow, error::Error, fmt, sync::Arc, time::Duration};

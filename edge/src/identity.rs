@@ -198,12 +198,12 @@ where
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, state: &S) -> Result<Self, ApiError> {
-        let certificate = match parts.extensions.get::<ConnectInfo<Peer>>() {
-            Some(ConnectInfo(peer)) => peer.certificate().map_err(refuse_forwarded)?,
+        let shown = match parts.extensions.get::<ConnectInfo<Peer>>() {
+            Some(ConnectInfo(peer)) => peer.certificate(&TrustDomain::from_ref(state)).map_err(refuse_forwarded)?,
             None => return Err(ApiError::internal("a node route is served without TLS")),
         };
-        let certificate = certificate.ok_or_else(|| refuse(Reason::CertificateMissing))?;
-        let certificate = NodeCertificate::parse(certificate, &TrustDomain::from_ref(state))
+        let certificate = shown
+            .ok_or_else(|| refuse(Reason::CertificateMissing))?
             .map_err(|cause| refuse(Reason::CertificateUnknown).because(cause))?;
         let params = RawPathParams::from_request_parts(parts, state).await.map_err(ApiError::internal)?;
         let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());

@@ -12,7 +12,6 @@ use std::{
 use axum::{
     Router,
     extract::Request,
-    middleware::from_fn_with_state,
     response::{IntoResponse, Response},
 };
 use futures::{
@@ -24,7 +23,7 @@ use tower::{Service, layer::layer_fn};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::{
-    correlation::{Outermost, request_scope},
+    correlation::{Outermost, RequestScope},
     error::{ApiError, Code},
 };
 
@@ -59,7 +58,7 @@ pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, outermost: 
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(from_fn_with_state(outermost, request_scope))
+        .layer(RequestScope(outermost))
 }
 
 /// Both bounds in one service, and no `from_fn`: each layer has boxes of its own in every request that waits, and that of an `async fn`

@@ -10,7 +10,7 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::identity::forwarded::NotForwarded;
+use crate::identity::{NodeCertificate, NotANode, TrustDomain, forwarded::NotForwarded};
 
 mod bare;
 pub mod connections;
@@ -30,16 +30,16 @@ pub struct Peer {
 /// Where the client's certificate comes from.
 #[derive(Clone, Debug)]
 enum Shown {
-    /// As TLS verified it when the session began.
-    InTls(Option<Arc<CertificateDer<'static>>>),
+    /// As TLS verified it when the session began. It is read once: what it says is a third of what it is, and is kept as long as the connection.
+    InTls(Option<Arc<Result<NodeCertificate, NotANode>>>),
     /// As a trusted proxy says, of this one request.
     ToAProxy(Result<Option<CertificateDer<'static>>, NotForwarded>),
 }
 
 impl Peer {
-    pub(crate) fn new(address: SocketAddr, certificates: &[CertificateDer<'static>], resumed: bool) -> Self {
-        let leaf = certificates.first().map(|certificate| Arc::new(certificate.clone().into_owned()));
-        Self { address, shown: Shown::InTls(leaf), resumed }
+    /// Who holds a connection; `shown` is its certificate, where nodes use the listener.
+    pub(crate) fn new(address: SocketAddr, shown: Option<Result<NodeCertificate, NotANode>>, resumed: bool) -> Self {
+        Self { address, shown: Shown::InTls(shown.map(Arc::new)), resumed }
     }
 
     /// The client behind this peer, which is a proxy.
@@ -51,14 +51,20 @@ impl Peer {
         Self { address, shown: Shown::ToAProxy(certificate), resumed: self.resumed }
     }
 
-    /// The client's own certificate in DER; `None` where it showed none.
+    /// What the client's own certificate says; `None` where it showed none.
     ///
     /// # Errors
     /// Where a proxy's word for it does not count.
-    pub fn certificate(&self) -> Result<Option<&CertificateDer<'static>>, &NotForwarded> {
+    pub(crate) fn certificate(
+        &self,
+        trust_domain: &TrustDomain,
+    ) -> Result<Option<Result<NodeCertificate, NotANode>>, &NotForwarded> {
         match &self.shown {
-            Shown::InTls(certificate) => Ok(certificate.as_deref()),
-            Shown::ToAProxy(told) => told.as_ref().map(Option::as_ref),
+            Shown::InTls(certificate) => Ok(certificate.as_deref().cloned()),
+            Shown::ToAProxy(told) => {
+                let told = told.as_ref()?;
+                Ok(told.as_ref().map(|certificate| NodeCertificate::parse(certificate, trust_domain)))
+            }
         }
     }
 }

@@ -279,7 +279,15 @@ impl World {
 
     /// Rents `gpus` of the SKU as `user`.
     pub async fn rent(&self, sku: &str, gpus: u32) -> Rented {
-        let wanted = json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus });
+        self.rented(json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus })).await
+    }
+
+    /// As [`World::rent`], waiting for a node that is about to come back.
+    pub async fn rent_when_free(&self, sku: &str, gpus: u32) -> Rented {
+        self.rented(json!({ "sku": sku, "region_code": REGION, "gpu_count": gpus, "queue_seconds": 60 })).await
+    }
+
+    async fn rented(&self, wanted: Value) -> Rented {
         let created = self.user.post("/api/v1/allocations", &wanted).await.created();
         Rented::new(id_of(&created), self.user.clone())
     }

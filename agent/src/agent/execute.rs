@@ -204,7 +204,10 @@ impl Agent {
         };
         let done: Box<dyn FnOnce() -> Result<Effect, Failure> + Send> = match payload.task.clone() {
             Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
-            Task::Release(release) => Box::new(move || seal.release(executor.as_ref(), &release)),
+            Task::Release(release) => {
+                self.terminals.give_back(release.allocation_id);
+                Box::new(move || seal.release(executor.as_ref(), &release))
+            }
             Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
             Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
             Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref())))),

@@ -84,6 +84,8 @@ pub(super) struct Ends {
     pub(super) over: CancellationToken,
     /// The agent is being stopped.
     pub(super) stop: CancellationToken,
+    /// The allocation is being given back, which ends its programs.
+    pub(super) given_back: CancellationToken,
 }
 
 struct Connected {
@@ -157,6 +159,8 @@ impl Session {
         // A disk that hangs keeps nobody waiting.
         let _ = timeout(RECORDS_WITHIN, self.recorder.finish()).await;
         match end {
+            // The control plane knows why, and says that it is over.
+            End::Exited(_) if self.ends.given_back.is_cancelled() => self.until_told().await,
             End::Exited(exit) => self.say_until_heard(&Up::Exited { exit }).await,
             End::Told => {
                 let exit = self.end_processes().await;
@@ -186,6 +190,15 @@ impl Session {
                 () = self.ends.over.cancelled() => return,
                 () = sleep_until(self.ends_at) => return,
             }
+        }
+    }
+
+    async fn until_told(&mut self) {
+        let told = async { while !matches!(self.heard.recv().await, Some(Heard::Said(Down::Close)) | None) {} };
+        tokio::select! {
+            () = told => {}
+            () = self.ends.over.cancelled() => {}
+            () = sleep_until(self.ends_at) => {}
         }
     }
 

@@ -2,7 +2,7 @@
 
 mod hostile;
 
-use axum::{Router, body::Body, extract::Request, middleware::from_fn_with_state, routing::get};
+use axum::{Router, body::Body, extract::Request, routing::get};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use jsonwebtoken::{AlgorithmFamily, EncodingKey};
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ED25519, PKCS_RSA_SHA256, PublicKeyData};
@@ -13,7 +13,7 @@ use x509_parser::{prelude::FromDer, public_key::PublicKey, x509::SubjectPublicKe
 
 use super::{jwks::JwksSettings, *};
 use crate::{
-    correlation::{Service, request_scope},
+    correlation::{RequestScope, Service},
     testing::{body_json, install_crypto},
 };
 
@@ -443,10 +443,7 @@ async fn routes_answer_401_with_a_challenge_and_403_to_those_who_are_no_admin() 
         .route("/me", get(|caller: Caller| async move { caller.user_id }))
         .route("/admin", get(|Admin(caller): Admin| async move { caller.user_id }))
         .with_state(app)
-        .layer(from_fn_with_state(
-            crate::testing::outermost(Service { name: "api", tells_route: false }),
-            request_scope,
-        ));
+        .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })));
     let send = |path: &str, authorization: Option<String>| {
         let mut request = Request::get(path);
         if let Some(authorization) = authorization {

@@ -18,6 +18,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use domain::NodeId;
 use domain::node::{Command, Reply, What};
+use futures::FutureExt;
+use futures::future::{BoxFuture, ready};
 use serde::Deserialize;
 use std::time::Duration;
 use telemetry::Trace;
@@ -44,26 +46,37 @@ const fn half_a_minute() -> u32 {
 }
 
 /// `GET /internal/v1/nodes/{id}/tasks/wait`: 200 with one signed task, or 204.
-pub(super) async fn wait(
+///
+/// No `async fn`: what such a one is given it keeps room for twice, for as long as it waits.
+pub(super) fn wait(
     State(api): State<NodeApi>,
     node: NodeIdentity,
     scope: Scope,
     ConnectInfo(peer): ConnectInfo<Peer>,
     Query(wait): Query<Wait>,
-) -> Result<Response, ApiError> {
+) -> BoxFuture<'static, Result<Response, ApiError>> {
     if !(1..=LONGEST).contains(&wait.timeout_seconds) {
-        return Err(ApiError::invalid_request(format!("`timeout_seconds` must be 1 to {LONGEST}."))
-            .detail("field", "timeout_seconds"));
+        let refusal = ApiError::invalid_request(format!("`timeout_seconds` must be 1 to {LONGEST}."));
+        return ready(Err(refusal.detail("field", "timeout_seconds"))).boxed();
     }
     let until = Instant::now() + Duration::from_secs(u64::from(wait.timeout_seconds));
     let session = wait.session.map_or(Session::Connection(peer.address), Session::Process);
-    let node_id = NodeId(node.node_id);
-    let poll = api.services.polls.park(node_id);
+    async move { parked(&api, &scope, &node, session, until).await }.boxed()
+}
+
+async fn parked(
+    api: &NodeApi,
+    scope: &Scope,
+    node: &NodeIdentity,
+    session: Session,
+    until: Instant,
+) -> Result<Response, ApiError> {
+    let poll = api.services.polls.park(NodeId(node.node_id));
     loop {
         // Before the question: what comes while it is answered is not missed.
         let woken = poll.woken();
         // In a box, so that what asking takes is given back while the wait is parked.
-        let look_again_at = match Box::pin(api.look(&scope, &node, session)).await? {
+        let look_again_at = match Box::pin(api.look(scope, node, session)).await? {
             Found::Task(task) => return Ok(Json(task).into_response()),
             Found::Later(at) => at.min(until),
             Found::Nothing => until,

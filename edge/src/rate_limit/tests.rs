@@ -253,7 +253,8 @@ async fn a_flood_of_bad_tokens_is_answered_shortly_and_hinders_nobody_with_a_goo
     let cluster = Cluster::start().await;
     cluster.set(Key::RateLimitAuthenticationFailures, Scope::Global, 10);
     let ask = async |user: Option<&str>| {
-        let request = Request::get("/api").extension(ConnectInfo(Peer::new(([192, 0, 2, 7], 4711).into(), &[], false)));
+        let request =
+            Request::get("/api").extension(ConnectInfo(Peer::new(([192, 0, 2, 7], 4711).into(), None, false)));
         let request = if let Some(user) = user { request.header("user", user) } else { request };
         cluster.routers[1].clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap()
     };

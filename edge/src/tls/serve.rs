@@ -114,12 +114,18 @@ impl TlsServer {
                 () = stop.cancelled() => break,
                 accepted = accept(&listener, &slots, &handshakes) => accepted?,
             };
-            let Accepted { stream, address, slot, handshake } = accepted;
-            let (server, stop, cut) = (Arc::clone(&server), stop.clone(), cut.clone());
+            // In a box that is given back once it is done: a task is for ever as large as the largest thing that it awaits.
+            let beginning = Arc::clone(&server).begin(accepted, stop.clone()).boxed();
+            let cut = cut.clone();
             running.spawn(async move {
+                let to_its_end = async {
+                    if let Some(speaking) = beginning.await {
+                        speaking.await;
+                    }
+                };
                 tokio::select! {
                     () = cut.cancelled() => {}
-                    () = server.connection(stream, address, slot, handshake, &stop) => {}
+                    () = to_its_end => {}
                 }
             });
         }
@@ -133,30 +139,9 @@ impl TlsServer {
         Ok(())
     }
 
-    async fn connection(
-        &self,
-        stream: TcpStream,
-        address: SocketAddr,
-        slot: OwnedSemaphorePermit,
-        handshake: OwnedSemaphorePermit,
-        stop: &CancellationToken,
-    ) {
-        // In a box, which is given back: a task is for ever as large as the largest thing that it awaits.
-        let begun = Box::pin(self.begin(stream, address, slot, handshake, stop)).await;
-        if let Some(speaking) = begun {
-            speaking.await;
-        }
-    }
-
     /// The handshake, and what follows it.
-    async fn begin(
-        &self,
-        stream: TcpStream,
-        address: SocketAddr,
-        slot: OwnedSemaphorePermit,
-        handshake: OwnedSemaphorePermit,
-        stop: &CancellationToken,
-    ) -> Option<BoxFuture<'static, ()>> {
+    async fn begin(self: Arc<Self>, accepted: Accepted, stop: CancellationToken) -> Option<BoxFuture<'static, ()>> {
+        let Accepted { stream, address, slot, handshake } = accepted;
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
         let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
@@ -174,15 +159,13 @@ impl TlsServer {
         let session = stream.get_ref().1;
         let resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
         let speaks_h2 = session.alpn_protocol() == Some(b"h2");
-        let peer = Peer::new(address, session.peer_certificates().unwrap_or_default(), resumed);
-        let node = self
-            .trust_domain
-            .as_ref()
-            .zip(peer.certificate().ok().flatten())
-            .and_then(|(domain, leaf)| NodeCertificate::parse(leaf, domain).ok());
-        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority });
+        let leaf = session.peer_certificates().and_then(<[_]>::first);
+        let shown = self.trust_domain.as_ref().zip(leaf).map(|(domain, leaf)| NodeCertificate::parse(leaf, domain));
+        let node = shown.as_ref().and_then(|shown| shown.as_ref().ok());
+        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority.clone() });
+        let peer = Peer::new(address, shown, resumed);
         let stream = self.connections.watch(whose, stream, slot);
-        Some(self.speak(stream, peer, speaks_h2, stop.clone()))
+        Some(self.speak(stream, peer, speaks_h2, stop))
     }
 
     /// Serves requests on a connection to its end. No `async fn`: what such a one is given it keeps room for while it waits.

@@ -156,7 +156,7 @@ impl<'a> Call<'a> {
 
     /// Over a connection from this address; without one there is nobody to limit by address.
     pub(super) fn from(mut self, address: [u8; 4]) -> Self {
-        let peer = crate::tls::Peer::new((address, 4711).into(), &[], false);
+        let peer = crate::tls::Peer::new((address, 4711).into(), None, false);
         self.request = self.request.extension(axum::extract::ConnectInfo(peer));
         self
     }

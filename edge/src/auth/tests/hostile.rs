@@ -397,10 +397,7 @@ async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_t
     let router = Router::new()
         .route("/me", get(|caller: Caller| async move { caller.user_id }))
         .with_state(App(Arc::new(provider.authenticator())))
-        .layer(from_fn_with_state(
-            crate::testing::outermost(Service { name: "api", tells_route: false }),
-            request_scope,
-        ));
+        .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })));
     let expired = provider.token(|claims| claims["exp"] = json!(1));
     let foreign = provider.token(|claims| claims["aud"] = json!("another"));
     let attacker = key("k", Algorithm::EdDSA);
