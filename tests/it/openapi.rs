@@ -87,7 +87,9 @@ async fn the_description_is_served_is_openapi_3_1_and_has_every_route() {
 /// An operation names its answers; those that are no success are the one envelope, and every reference leads somewhere.
 fn expect_described(description: &Value, path: &str, method: &str, operation: &Value) {
     let responses = operation["responses"].as_object().unwrap_or_else(|| panic!("{method} {path} has no responses"));
-    assert!(responses.keys().any(|status| status.starts_with('2')), "{method} {path} never succeeds");
+    // Where a WebSocket begins, 101 is the success (RFC 6455, section 4.2.2).
+    let succeeds = |status: &String| status.starts_with('2') || status == "101";
+    assert!(responses.keys().any(succeeds), "{method} {path} never succeeds");
     for (status, response) in responses.iter().filter(|(status, _)| status.starts_with(['4', '5'])) {
         let schema = &response["content"]["application/json"]["schema"]["$ref"];
         // `readyz` answers 503 with its checks.

@@ -2,7 +2,7 @@
 
 use crate::browser::Browser;
 use crate::gpuctl::serving;
-use crate::system_executor::onboarded;
+use crate::ssh::Door;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -142,7 +142,7 @@ async fn the_operators_recipes_hold_word_by_word() {
 async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
     let mut world = World::plan().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
     // Without root nobody comes in by SSH: that is said, and this left out.
-    let Some((_, mut machine)) = onboarded(&mut world).await else { return world.end().await };
+    let Some(mut door) = Door::open(&mut world).await else { return world.end().await };
     // The host key is told with the agent's first word.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let folder = followed(&world);
@@ -180,7 +180,7 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
     assert!(cast.starts_with("{") && cast.contains("line-200"), "{cast:.200}");
 
     world.restart_replica(killed).await;
-    assert!(machine.stop_agent().is_some_and(|status| status.success()));
+    assert!(door.machine.stop_agent().is_some_and(|status| status.success()));
     tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
 }
 

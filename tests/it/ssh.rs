@@ -54,7 +54,7 @@ pub(crate) struct Door {
 
 impl Door {
     /// `None` where a test cannot have one: it is said, and the test is left out.
-    async fn open(world: &mut World) -> Option<Self> {
+    pub(crate) async fn open(world: &mut World) -> Option<Self> {
         let (node, mut machine) = onboarded(world).await?;
         if !supervisors::dev::agents::has_sshd() {
             eprintln!("left out: a login by SSH needs openssh-server");

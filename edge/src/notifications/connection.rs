@@ -36,7 +36,8 @@ const AT_ONCE: usize = 16;
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 enum FromUser {
-    Ping,
+    // With braces: without them serde lets fields pass that it does not have.
+    Ping {},
 }
 
 /// A connection that was let in.
@@ -161,7 +162,7 @@ async fn hear(stream: &mut SplitStream<WebSocket>, answers: &mpsc::Sender<()>) -
             Ok(Message::Ping(_) | Message::Pong(_)) => {}
             Ok(Message::Text(said)) => match serde_json::from_str(&said) {
                 // Who asks faster than it listens is answered once.
-                Ok(FromUser::Ping) => drop(answers.try_send(())),
+                Ok(FromUser::Ping {}) => drop(answers.try_send(())),
                 Err(_) => return Some(MISUSED),
             },
         }

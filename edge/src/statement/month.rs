@@ -25,7 +25,7 @@ impl Month {
         let is_plain =
             text.bytes().enumerate().all(|(at, byte)| if at == 4 { byte == b'-' } else { byte.is_ascii_digit() });
         let (year, month) = text.split_once('-').filter(|_| is_plain && text.len() == 7)?;
-        let year = year.parse().ok().filter(|year| (2000..=9998).contains(year))?;
+        let year = year.parse().ok().filter(|year| (2000..=2999).contains(year))?;
         Some(Self { first: NaiveDate::from_ymd_opt(year, month.parse().ok()?, 1)? })
     }
 
@@ -73,7 +73,7 @@ impl PartialSchema for Month {
         ObjectBuilder::new()
             .schema_type(SchemaType::new(Type::String))
             .description(Some("A month of the calendar, in UTC."))
-            .pattern(Some("^[0-9]{4}-(0[1-9]|1[0-2])$"))
+            .pattern(Some("^2[0-9]{3}-(0[1-9]|1[0-2])$"))
             .examples([serde_json::json!("2026-11")])
             .into()
     }
