@@ -45,13 +45,14 @@ enum FromUser {
         columns: u16,
         rows: u16,
     },
-    Ping,
+    // With braces: without them serde lets fields pass that it does not have.
+    Ping {},
     /// It has the output up to this position, drawn and done with.
     Ack {
         position: u64,
     },
     /// It wants the session to end.
-    Exit,
+    Exit {},
 }
 
 /// What a client is told in a text frame.
@@ -446,8 +447,8 @@ async fn from_user(
                 let position = position.min(progress.delivered.load(Ordering::Relaxed));
                 down.send(Down::Ack { attachment, position }).await.is_ok()
             }
-            Ok(FromUser::Exit) => down.send(Down::Close).await.is_ok(),
-            Ok(FromUser::Ping) => {
+            Ok(FromUser::Exit {}) => down.send(Down::Close).await.is_ok(),
+            Ok(FromUser::Ping {}) => {
                 // Who asks faster than it listens is answered once.
                 progress.pinged.notify_one();
                 true
