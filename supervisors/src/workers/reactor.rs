@@ -145,6 +145,7 @@ impl Reactor {
             }
             Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
             Reaction::AskProcessor(_) => Effect::Later { why: "no payment processor is configured".to_owned() },
+            Reaction::HeedProcessor(_) => Effect::Later { why: "nobody heeds the payment processor".to_owned() },
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
             }
