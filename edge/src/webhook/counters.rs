@@ -19,7 +19,6 @@ pub struct Counters {
     processed_success: Counter,
     processing_failures: Counter,
     not_ours: Counter,
-    reconcile_failed: Counter,
 }
 
 impl Counters {
@@ -48,10 +47,6 @@ impl Counters {
                 "Attempts at a stored event that came to nothing; it is tried again, and then waits for an operator.",
             ),
             not_ours: counter("webhook_not_ours_total", "Heeded events that concern nothing that was made here."),
-            reconcile_failed: counter(
-                "payments_reconcile_failed_total",
-                "Differences to the payment processor that could not be put right, and looks at it that failed.",
-            ),
         }
     }
 
@@ -66,7 +61,6 @@ impl Counters {
             &self.processed_success,
             &self.processing_failures,
             &self.not_ours,
-            &self.reconcile_failed,
         ];
         all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
     }
@@ -84,10 +78,5 @@ impl Counters {
     /// An attempt at a stored event came to nothing.
     pub fn processing_failed(&self) {
         self.processing_failures.inc();
-    }
-
-    /// What the processor has could not be compared with what is here, or differs and cannot be put right.
-    pub fn reconcile_failed(&self) {
-        self.reconcile_failed.inc();
     }
 }

@@ -4,6 +4,8 @@
 //! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
 
 use super::pace;
+use super::payments::errands::Errands;
+use super::payments::webhooks::Webhooks;
 use super::provisioning::Placer;
 use super::relay::make_streams;
 use crate::cluster::bus::Bus;
@@ -60,6 +62,9 @@ pub struct Reactor {
     pub reads: Reads,
     pub outbox: Outbox,
     pub placer: Arc<Placer>,
+    /// Where a payment processor is configured.
+    pub errands: Option<Errands>,
+    pub webhooks: Option<Webhooks>,
     pub permit: Permit,
 }
 
@@ -90,10 +95,12 @@ impl Reactor {
         reads: Reads,
         outbox: Outbox,
         placer: Arc<Placer>,
+        errands: Option<Errands>,
+        webhooks: Option<Webhooks>,
         worker: &str,
     ) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, permit })
+        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, errands, webhooks, permit })
     }
 
     /// Asks what follows from an event, in the scope of the request that led to it.
@@ -144,8 +151,14 @@ impl Reactor {
                 self.carry_out::<BillingAccount>(heard, account, command).await
             }
             Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
-            Reaction::AskProcessor(_) => Effect::Later { why: "no payment processor is configured".to_owned() },
-            Reaction::HeedProcessor(_) => Effect::Later { why: "nobody heeds the payment processor".to_owned() },
+            Reaction::AskProcessor(errand) => match &self.errands {
+                Some(errands) => errands.run(self, heard, &errand).await,
+                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+            },
+            Reaction::HeedProcessor(id) => match &self.webhooks {
+                Some(webhooks) => webhooks.heed(self, heard, id).await,
+                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+            },
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
             }

@@ -120,7 +120,12 @@ fn count(event: &ProcessorEvent, command: &Command) {
             if *outcome == Outcome::NotOurs {
                 COUNTERS.not_ours();
             }
-            tracing::debug!(event_id, event_type, outcome = outcome.name(), "what the payment processor said was heeded");
+            tracing::debug!(
+                event_id,
+                event_type,
+                outcome = outcome.name(),
+                "what the payment processor said was heeded"
+            );
         }
         Command::Receive { .. }
         | Command::Retry { .. }
