@@ -16,12 +16,24 @@ use edge::webhook::{COUNTERS, body_of};
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+/// Events of which something is asked of the processor, under way at once in this process: the places of events that wait for nothing
+/// outside are many more.
+const AT_ONCE: usize = 32;
+/// How long one waits for one of them.
+const WAITS: Duration = Duration::from_millis(500);
+/// How long asking may take, all its requests together.
+const WITHIN: Duration = Duration::from_secs(20);
 
 /// Works on what the processor said.
 #[derive(Clone)]
 pub struct Webhooks {
     teller: Teller,
     ring: Arc<KeyRing>,
+    places: Arc<Semaphore>,
 }
 
 /// Why an event could not be carried out.
@@ -34,8 +46,8 @@ enum Hindered {
 
 impl Webhooks {
     #[must_use]
-    pub const fn new(teller: Teller, ring: Arc<KeyRing>) -> Self {
-        Self { teller, ring }
+    pub fn new(teller: Teller, ring: Arc<KeyRing>) -> Self {
+        Self { teller, ring, places: Arc::new(Semaphore::new(AT_ONCE)) }
     }
 
     /// What follows from an event of the processor's.
@@ -68,9 +80,17 @@ impl Webhooks {
         let teller = teller.traced(heard.traceparent.clone(), heard.tracestate.clone());
         let told = match news {
             News::Payment(standing) => told::payment(&teller, standing).await?,
-            News::Dispute(dispute) => told::dispute(&teller, dispute).await?,
-            News::Refunds(refunds) => tell_all(&teller, refunds).await?,
-            News::RefundsOf(of) => tell_all(&teller, self.teller.processor.refunds_of(&of).await?).await?,
+            News::Dispute(dispute) => {
+                self.outside(async { told::dispute(&teller, dispute).await.map_err(Hindered::from) }).await?
+            }
+            News::Refunds(refunds) => self.outside(tell_all(&teller, refunds)).await?,
+            News::RefundsOf(of) => {
+                let refunds = async {
+                    let refunds = teller.processor.refunds_of(&of).await.map_err(Hindered::from)?;
+                    tell_all(&teller, refunds).await
+                };
+                self.outside(refunds).await?
+            }
             News::Nothing => return Ok(Outcome::NothingToDo),
         };
         match told {
@@ -79,10 +99,19 @@ impl Webhooks {
             Told::Rejected(why) => Err(Hindered::Failed(why)),
         }
     }
+
+    /// What asks the processor, at its own pace.
+    async fn outside(&self, asking: impl Future<Output = Result<Told, Hindered>>) -> Result<Told, Hindered> {
+        let busy = || Hindered::Later("the payment processor is asked by many others at the moment".to_owned());
+        let place = timeout(WAITS, self.places.acquire()).await.map_err(|_| busy())?;
+        let _place = place.map_err(|_| busy())?;
+        let slow = |_| Hindered::Later("the payment processor does not answer in time".to_owned());
+        timeout(WITHIN, asking).await.map_err(slow)?
+    }
 }
 
 /// One that is refused does not keep the others from being told.
-async fn tell_all(teller: &Teller, refunds: Vec<RefundStanding>) -> Result<Told, Untold> {
+async fn tell_all(teller: &Teller, refunds: Vec<RefundStanding>) -> Result<Told, Hindered> {
     let mut all = Told::NotOurs;
     for refund in refunds {
         let told = told::refund(teller, refund).await?;
