@@ -45,3 +45,4 @@ mod terminal_bounds;
 mod terminal_page;
 mod tidy;
 mod tool;
+mod webhook;

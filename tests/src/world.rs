@@ -21,6 +21,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
 
 pub mod client;
+pub mod desk;
 mod end;
 pub mod gpuctl;
 pub mod hand;

@@ -20,4 +20,5 @@ mod skus;
 mod ssh_keys;
 mod statements;
 mod terminal_page;
+mod webhooks;
 mod world;

@@ -16,7 +16,7 @@ use crate::runtime::{
     ClusterReport, EntityNode, EntityStatus, Readiness, Restarted, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
-use crate::services::{Addresses, Parts, Services, Trust};
+use crate::services::{Addresses, Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
 use crate::tls::connections::Connections;
@@ -200,6 +200,15 @@ impl World {
     }
 
     pub(super) async fn with_targets(targets: ProbeTargets) -> Self {
+        Self::with(targets, None).await
+    }
+
+    /// Whose users can pay.
+    pub(super) async fn with_payments(payments: Payments) -> Self {
+        Self::with(ProbeTargets::default(), Some(payments)).await
+    }
+
+    async fn with(targets: ProbeTargets, payments: Option<Payments>) -> Self {
         install_crypto();
         let postgres = Postgres::start();
         let pool = persistence::pool::open(&postgres.config()).unwrap();
@@ -250,7 +259,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
-            payments: None,
+            payments,
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
