@@ -198,6 +198,11 @@ pub enum Event {
         holder: Holder,
         amount_minor: i64,
     },
+    /// The processor has paid it.
+    RefundSucceeded {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+    },
     /// Something was taken back at the processor that was not asked here.
     PaymentReversed {
         payment_id: PaymentId,
@@ -446,6 +451,7 @@ impl Event {
             Self::RefundRequested { .. } => ("billing.refund_requested", Billing),
             Self::RefundDue { .. } => ("billing.refund_due", Billing),
             Self::RefundFailed { .. } => ("billing.refund_failed", Billing),
+            Self::RefundSucceeded { .. } => ("billing.refund_succeeded", Billing),
             Self::PaymentReversed { .. } => ("billing.payment_reversed", Billing),
             Self::ReversalUndone { .. } => ("billing.reversal_undone", Billing),
             Self::TenantFaulted { .. } => ("node.tenant_faulted", Nodes),
@@ -511,6 +517,7 @@ impl Event {
             | Self::RefundRequested { payment_id, .. }
             | Self::RefundDue { payment_id, .. }
             | Self::RefundFailed { payment_id, .. }
+            | Self::RefundSucceeded { payment_id, .. }
             | Self::PaymentReversed { payment_id, .. }
             | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: Kind::Payment, id: payment_id.0 },
             Self::NodeStateChanged { node_id, .. }
@@ -656,6 +663,7 @@ impl Event {
             | Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
             | Self::TrustChanged { .. }
+            | Self::RefundSucceeded { .. }
             | Self::Announced { .. } => Reaction::Nothing,
         }
     }
@@ -762,6 +770,7 @@ pub(crate) mod tests {
                 amount_minor: 1,
             },
             Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
+            Event::RefundSucceeded { payment_id, refund_id },
         ]
     }
 
@@ -815,6 +824,7 @@ pub(crate) mod tests {
             Event::PaymentReversed { .. } => 44,
             Event::ReversalUndone { .. } => 45,
             Event::Announced { .. } => 46,
+            Event::RefundSucceeded { .. } => 47,
         }
     }
 
