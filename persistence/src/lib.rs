@@ -23,6 +23,7 @@ pub mod recordings;
 pub mod rewrap;
 pub mod secrets;
 pub mod sweep;
+pub mod turns;
 
 pub use cluster::Cluster;
 pub use committer::{Committer, CommitterConfig};
@@ -31,3 +32,4 @@ pub use outbox::{Outbox, OutboxRow};
 pub use read::Reads;
 pub use recordings::Recordings;
 pub use secrets::Secrets;
+pub use turns::Turns;
