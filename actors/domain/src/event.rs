@@ -198,6 +198,11 @@ pub enum Event {
         holder: Holder,
         amount_minor: i64,
     },
+    /// The processor has paid it.
+    RefundSucceeded {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+    },
     /// Something was taken back at the processor that was not asked here.
     PaymentReversed {
         payment_id: PaymentId,
@@ -453,6 +458,7 @@ impl Event {
             Self::RefundRequested { .. } => ("billing.refund_requested", Billing),
             Self::RefundDue { .. } => ("billing.refund_due", Billing),
             Self::RefundFailed { .. } => ("billing.refund_failed", Billing),
+            Self::RefundSucceeded { .. } => ("billing.refund_succeeded", Billing),
             Self::PaymentReversed { .. } => ("billing.payment_reversed", Billing),
             Self::ReversalUndone { .. } => ("billing.reversal_undone", Billing),
             Self::ProcessorEventDue { .. } => ("billing.processor_event_due", Billing),
@@ -519,6 +525,7 @@ impl Event {
             | Self::RefundRequested { payment_id, .. }
             | Self::RefundDue { payment_id, .. }
             | Self::RefundFailed { payment_id, .. }
+            | Self::RefundSucceeded { payment_id, .. }
             | Self::PaymentReversed { payment_id, .. }
             | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: Kind::Payment, id: payment_id.0 },
             Self::ProcessorEventDue { processor_event_id } => {
@@ -668,6 +675,7 @@ impl Event {
             | Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
             | Self::TrustChanged { .. }
+            | Self::RefundSucceeded { .. }
             | Self::Announced { .. } => Reaction::Nothing,
         }
     }
@@ -775,6 +783,7 @@ pub(crate) mod tests {
             },
             Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
             Event::ProcessorEventDue { processor_event_id: ProcessorEventId(Uuid::from_u128(10)) },
+            Event::RefundSucceeded { payment_id, refund_id },
         ]
     }
 
@@ -829,6 +838,7 @@ pub(crate) mod tests {
             Event::ReversalUndone { .. } => 45,
             Event::Announced { .. } => 46,
             Event::ProcessorEventDue { .. } => 47,
+            Event::RefundSucceeded { .. } => 48,
         }
     }
 

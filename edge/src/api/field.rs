@@ -8,7 +8,12 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::outward::is_secure;
 use crate::secret_shape::holds_a_secret;
+
+mod money;
+
+pub(crate) use money::AmountMinor;
 
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
@@ -134,6 +139,14 @@ fn is_code(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
 }
 
+/// An address without anybody's name and password in it, whose page was not changed on its way.
+fn is_return_url(text: &str) -> bool {
+    let names_nobody = |url: reqwest::Url| url.username().is_empty() && url.password().is_none();
+    text.bytes().all(|byte| byte.is_ascii_graphic())
+        && is_secure(text)
+        && reqwest::Url::parse(text).is_ok_and(names_nobody)
+}
+
 texts! {
     /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
     Reason: 500, "text without control characters and without secrets", WITHOUT_CONTROL,
@@ -185,6 +198,9 @@ texts! {
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// A policy value as a text: 120, true, user-revoke.
     PolicyText: 255, "text without control characters", WITHOUT_CONTROL, without_control;
+    /// Where a browser is sent: an https address, or an http one on this machine.
+    ReturnUrl: 2048, "an https address (http only on a loopback host) without a user name", r"^(https://|http://(localhost|127\.|\[::1\]))[!-~]+$",
+        is_return_url;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
