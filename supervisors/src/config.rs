@@ -85,6 +85,8 @@ pub enum Role {
     TerminalGateway,
     /// Shards and the entities in them.
     Entities,
+    /// Charges billing accounts.
+    Billing,
     /// Turns events into commands.
     Provisioning,
     /// Publishes what was committed.
@@ -94,11 +96,12 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Api,
         Self::NodeApi,
         Self::TerminalGateway,
         Self::Entities,
+        Self::Billing,
         Self::Provisioning,
         Self::OutboxRelay,
         Self::NotificationRelay,
@@ -111,6 +114,7 @@ impl Role {
             Self::NodeApi => "node-api",
             Self::TerminalGateway => "terminal-gateway",
             Self::Entities => "entities",
+            Self::Billing => "billing",
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
             Self::NotificationRelay => "notification-relay",
@@ -140,6 +144,10 @@ pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
     // The relay publishes what its own process has committed.
     if roles.contains(&Role::Entities) != roles.contains(&Role::OutboxRelay) {
         bail!("the roles entities and outbox-relay go together: name both or neither");
+    }
+    // Accounts are charged where they live, each through its own mailbox; without the role nobody would charge them.
+    if roles.contains(&Role::Entities) != roles.contains(&Role::Billing) {
+        bail!("the roles entities and billing go together, since accounts are charged where they live: name both or neither");
     }
     Ok(roles)
 }
@@ -460,8 +468,15 @@ mod tests {
     }
 
     #[test]
-    fn entities_do_not_run_without_the_relay_that_speaks_for_them() {
-        assert!(parse_roles("entities").is_err());
-        assert!(parse_roles("entities,outbox-relay").is_ok());
+    fn entities_do_not_run_without_the_relay_that_speaks_for_them_or_without_who_charges_them() {
+        for (roles, missing) in [
+            ("entities,billing", "outbox-relay"),
+            ("entities,outbox-relay", "billing"),
+            ("billing", "entities and billing go together"),
+        ] {
+            let error = parse_roles(roles).unwrap_err().to_string();
+            assert!(error.contains(missing) && error.contains("name both or neither"), "{error}");
+        }
+        assert!(parse_roles("entities,billing,outbox-relay").is_ok());
     }
 }
