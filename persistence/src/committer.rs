@@ -31,13 +31,13 @@ use crate::outbox::OutboxRow;
 use batch::Job;
 use domain::commit::{Commit, Outcome};
 use domain::id::{MemberId, Shard};
+use queues::Ways;
 use sqlx::PgPool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use queues::Ways;
 use under_way::UnderWay;
 use uuid::Uuid;
 

@@ -24,6 +24,7 @@ pub mod recordings;
 pub mod rewrap;
 pub mod secrets;
 pub mod sweep;
+pub mod turns;
 
 pub use cluster::Cluster;
 pub use committer::{Committer, CommitterConfig};
@@ -33,3 +34,4 @@ pub use outbox::{Outbox, OutboxRow};
 pub use read::Reads;
 pub use recordings::Recordings;
 pub use secrets::Secrets;
+pub use turns::Turns;

@@ -147,7 +147,9 @@ pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
     }
     // Accounts are charged where they live, each through its own mailbox; without the role nobody would charge them.
     if roles.contains(&Role::Entities) != roles.contains(&Role::Billing) {
-        bail!("the roles entities and billing go together, since accounts are charged where they live: name both or neither");
+        bail!(
+            "the roles entities and billing go together, since accounts are charged where they live: name both or neither"
+        );
     }
     Ok(roles)
 }

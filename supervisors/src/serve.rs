@@ -15,6 +15,9 @@ use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
 use crate::workers::notifications::Notifier;
+use crate::workers::payments::errands::Errands;
+use crate::workers::payments::reconciliation::Reconciler;
+use crate::workers::payments::told::Teller;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::recordings::Retention;
@@ -52,7 +55,7 @@ use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Loader, Outbox, OutboxRow, Reads, Secrets, migrate};
+use persistence::{Cluster, Committer, CommitterConfig, Loader, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
 use serde_json::json;
@@ -316,7 +319,15 @@ impl Process {
     async fn works(&self, services: &Services) -> anyhow::Result<BTreeMap<&'static str, Work>> {
         let outbox = Outbox::new(self.pool.clone());
         let placer = Arc::new(Placer::new(&self.registry)?);
-        let reactor = Reactor::new(self.directory.clone(), self.reads.clone(), outbox, placer, "provisioning")?;
+        let turns = Turns::new(self.pool.clone());
+        let teller = services
+            .payments
+            .as_ref()
+            .map(|payments| Teller::new(self.directory.clone(), Arc::clone(&payments.processor), "payments"));
+        let teller = teller.transpose()?;
+        let errands = teller.clone().map(|teller| Errands::new(teller, turns.clone()));
+        let (directory, reads) = (self.directory.clone(), self.reads.clone());
+        let reactor = Reactor::new(directory, reads, outbox, placer, errands, "provisioning")?;
         let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
@@ -355,6 +366,11 @@ impl Process {
             (self.keeper.secrets.recordings(), Arc::clone(&self.here) as Arc<dyn actors::ports::World>);
         let retention = Arc::new(Retention::new(self.directory.clone(), host, reads, recordings, world)?);
         works.insert("recordings", work(&retention, |retention| async move { retention.run().await }));
+        if let (Some(teller), Some(payments)) = (teller, &self.config.payments) {
+            let reconciler = Reconciler::register(&self.registry, teller, turns, payments.reconciles_every)?;
+            let reconciler = Arc::new(reconciler);
+            works.insert("reconciliation", work(&reconciler, |reconciler| async move { reconciler.run().await }));
+        }
         let orphans = (reactor.clone(), self.bus.clone(), Arc::clone(&self.host), self.committed.clone());
         works.insert(
             "orphans",

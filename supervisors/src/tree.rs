@@ -74,6 +74,13 @@ pub const TREE: &[Row] = &[
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
     row("terminal-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream TERMINALS"),
     row("billing-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream BILLING"),
+    row(
+        "reconciliation",
+        "provisioning",
+        &[Role::Provisioning],
+        ALWAYS,
+        "compares the payment processor's books with ours",
+    ),
     row("edge", "root", EVERY, BOUNDED, "what listens"),
     row("operations", "edge", EVERY, ALWAYS, "figures, health and stats for operators, in clear"),
     row(
@@ -95,7 +102,7 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay"];
+pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay", "reconciliation"];
 
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.

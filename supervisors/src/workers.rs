@@ -9,6 +9,7 @@ pub mod keys;
 mod logins;
 pub mod notifications;
 pub mod pace;
+pub mod payments;
 pub mod policy;
 pub mod provisioning;
 pub mod reactor;

@@ -108,7 +108,8 @@ impl Store for Durable {
     }
 
     fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(|error| unreadable(&error)) }.boxed()
+        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(|error| unreadable(&error)) }
+            .boxed()
     }
 }
 

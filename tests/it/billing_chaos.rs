@@ -1,7 +1,9 @@
 //! Money while everything dies in turn: users rent and give back, windows last a second, and replicas, Postgres and NATS are killed. In
 //! the end the books add up, by the operator's own command, and no invariant was ever seen broken.
 
-use crate::billing::{BALANCE, cost, dear_sku, expect_exact, expect_verified_by_the_program, owed, short_windows, wanted};
+use crate::billing::{
+    BALANCE, cost, dear_sku, expect_exact, expect_verified_by_the_program, owed, short_windows, wanted,
+};
 use reqwest::Method;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

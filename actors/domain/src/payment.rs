@@ -140,7 +140,7 @@ pub enum Command {
     Opened {
         processor_id: String,
     },
-    /// The processor knows nothing of it, and nobody waits for it any more.
+    /// The processor knows nothing of it: that is its end where nobody may open it any more.
     Lapse {
         why: String,
     },
@@ -423,11 +423,12 @@ impl Payment {
 
     fn lapse(&self, why: String, ctx: &Ctx<'_>) -> Step<Self> {
         match self.phase {
-            Phase::Created { .. } => {
+            Phase::Created { until } if ctx.now >= until => {
                 let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
                 self.to(next, "nobody opened it at the processor", ctx)
             }
-            Phase::Open { .. }
+            Phase::Created { .. }
+            | Phase::Open { .. }
             | Phase::Paid { .. }
             | Phase::Deposited { .. }
             | Phase::Canceled { .. }

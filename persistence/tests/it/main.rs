@@ -14,4 +14,5 @@ mod postgres;
 mod reads;
 mod recordings;
 mod schema;
+mod turns;
 mod world;

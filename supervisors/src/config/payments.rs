@@ -9,6 +9,7 @@ use edge::services::PaymentPage;
 use secrecy::SecretString;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 const SECRET_KEY: &str = "SVC_PAYMENTS_SECRET_KEY";
 const WEBHOOK_SECRETS: &str = "SVC_PAYMENTS_WEBHOOK_SECRETS";
@@ -18,6 +19,10 @@ const PUBLISHABLE_KEY: &str = "SVC_PAYMENTS_PUBLISHABLE_KEY";
 const SCRIPT_URL: &str = "SVC_PAYMENTS_SCRIPT_URL";
 const CURRENCY: &str = "SVC_PAYMENTS_CURRENCY";
 const CA: &str = "SVC_PAYMENTS_CA_PATH";
+const RECONCILE: &str = "SVC_PAYMENTS_RECONCILE_SECONDS";
+
+/// How often the processor's books are compared with ours, unless told.
+const RECONCILE_SECONDS: u64 = 300;
 
 /// The payment processor. Without it the service runs, and nobody can pay.
 #[derive(Debug)]
@@ -32,6 +37,8 @@ pub struct Payments {
     pub currency: Currency,
     /// Its authorities, where the system's do not know its certificate.
     pub ca: Option<PathBuf>,
+    /// How often its books are compared with ours.
+    pub reconciles_every: Duration,
 }
 
 impl Payments {
@@ -71,7 +78,7 @@ impl Payments {
 /// Reads it from `variable`: all of it, or nothing.
 pub(super) fn payments(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<Payments>> {
     let Some(secret_key) = variable(SECRET_KEY) else {
-        let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA];
+        let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA, RECONCILE];
         return match rest.into_iter().find(|name| variable(name).is_some()) {
             Some(name) => bail!("{name} is set, but {SECRET_KEY} is not: nobody could pay"),
             None => Ok(None),
@@ -98,6 +105,13 @@ pub(super) fn payments(variable: impl Fn(&str) -> Option<String>) -> anyhow::Res
     let currency = variable(CURRENCY).unwrap_or_else(|| "EUR".to_owned());
     let currency = Currency::parse(&currency)
         .with_context(|| format!("{CURRENCY} is {currency:?}; it must be a code such as EUR"))?;
+    let reconciles_every = match variable(RECONCILE) {
+        None => RECONCILE_SECONDS,
+        Some(text) => match text.parse() {
+            Ok(seconds @ 1..=86_400) => seconds,
+            _ => bail!("{RECONCILE} is {text:?}; it must be a number of seconds, a day at most"),
+        },
+    };
     Ok(Some(Payments {
         secret_key: secret_key.into(),
         webhook_secrets,
@@ -107,6 +121,7 @@ pub(super) fn payments(variable: impl Fn(&str) -> Option<String>) -> anyhow::Res
         script_url: variable(SCRIPT_URL).unwrap_or_else(|| "https://js.stripe.com/v3/".to_owned()),
         currency,
         ca: variable(CA).map(PathBuf::from),
+        reconciles_every: Duration::from_secs(reconciles_every),
     }))
 }
 
@@ -161,6 +176,8 @@ mod tests {
             (vec![KEY, HOOK, (CHECKOUT, "popup")], CHECKOUT),
             (vec![KEY, HOOK, (CHECKOUT, "page")], PUBLISHABLE_KEY),
             (vec![KEY, HOOK, (CURRENCY, "euro")], CURRENCY),
+            (vec![KEY, HOOK, (RECONCILE, "0")], RECONCILE),
+            (vec![KEY, HOOK, (RECONCILE, "soon")], RECONCILE),
         ] {
             let error = format!("{:#}", read(&variables).unwrap_err());
             assert!(error.contains(named) && !error.contains("0123"), "{error}");

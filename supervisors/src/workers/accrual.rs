@@ -3,7 +3,7 @@
 //! and asked many at a time, each through its own mailbox. What they post fills whole statements of the committer, behind what somebody
 //! waits for (`Asked::patient`). Whoever slept before sleeps again after.
 
-use super::pace::{self, Turns};
+use super::pace::{self, Pacing};
 use super::timers::moved_on;
 use actors::ports::World;
 use actors::{Asked, Host};
@@ -20,7 +20,7 @@ use std::time::Duration;
 use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
-const TURNS: Turns = Turns {
+const PACING: Pacing = Pacing {
     // How late a window may end. A length of one second is the shortest.
     each: Duration::from_millis(200),
     // Enough to fill the batches that are being written, and those that are written next.
@@ -70,7 +70,7 @@ impl Accrual {
         let here = Arc::clone(&self);
         let look = move |passed_over| Arc::clone(&here).look(passed_over).boxed();
         let work = |due| Arc::clone(&self).charge(due);
-        pace::run(TURNS, look, work).await;
+        pace::run(PACING, look, work).await;
         Ok(())
     }
 

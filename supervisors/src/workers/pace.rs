@@ -20,7 +20,7 @@ const REMEMBERED: usize = 4096;
 
 /// How much at a time.
 #[derive(Clone, Copy, Debug)]
-pub struct Turns {
+pub struct Pacing {
     /// From one look to the next.
     pub each: Duration,
     /// Items that are worked on at the same time.
@@ -31,14 +31,14 @@ pub struct Turns {
 
 /// Looks for items turn by turn and works on them. `look` is given what is to be passed over; `work` says whether its item is done with.
 pub async fn run<K, T, W>(
-    turns: Turns,
+    pacing: Pacing,
     mut look: impl FnMut(Vec<K>) -> BoxFuture<'static, Vec<(K, T)>>,
     work: impl Fn(T) -> W,
 ) where
     K: Ord + Copy + Send + 'static,
     W: Future<Output = bool> + Send + 'static,
 {
-    let Turns { each, at_once, full } = turns;
+    let Pacing { each, at_once, full } = pacing;
     let mut clock = interval(each);
     clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut pace = Pace::default();
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
-    const QUARTERS: Turns = Turns { each: Duration::from_millis(250), at_once: 8, full: 100 };
+    const QUARTERS: Pacing = Pacing { each: Duration::from_millis(250), at_once: 8, full: 100 };
 
     const HANGS: u32 = 1;
     const FAILS: u32 = 2;

@@ -3,7 +3,8 @@
 //! Two ways lead here. JetStream's durable consumers bring fresh events to any member; and the owner of a shard polls its outbox for rows
 //! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
 
-use super::pace::{self, Turns};
+use super::pace::{self, Pacing};
+use super::payments::errands::Errands;
 use super::provisioning::Placer;
 use super::relay::make_streams;
 use crate::cluster::bus::Bus;
@@ -60,6 +61,8 @@ pub struct Reactor {
     pub reads: Reads,
     pub outbox: Outbox,
     pub placer: Arc<Placer>,
+    /// Where a payment processor is configured.
+    pub errands: Option<Errands>,
     pub permit: Permit,
 }
 
@@ -90,10 +93,11 @@ impl Reactor {
         reads: Reads,
         outbox: Outbox,
         placer: Arc<Placer>,
+        errands: Option<Errands>,
         worker: &str,
     ) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, permit })
+        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, errands, permit })
     }
 
     /// Asks what follows from an event, in the scope of the request that led to it.
@@ -144,7 +148,10 @@ impl Reactor {
                 self.carry_out::<BillingAccount>(heard, account, command).await
             }
             Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
-            Reaction::AskProcessor(_) => Effect::Later { why: "no payment processor is configured".to_owned() },
+            Reaction::AskProcessor(errand) => match &self.errands {
+                Some(errands) => errands.run(self, heard, &errand).await,
+                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+            },
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
             }
@@ -240,8 +247,8 @@ impl Reactor {
             async move { reactor.take_up(row, &bus, &relay).await }
         };
         // What a look finds is bounded by shard: how many there are says nothing.
-        let turns = Turns { each: TURN, at_once: AT_ONCE, full: usize::MAX };
-        pace::run(turns, look, work).await;
+        let pacing = Pacing { each: TURN, at_once: AT_ONCE, full: usize::MAX };
+        pace::run(pacing, look, work).await;
         Ok(())
     }
 

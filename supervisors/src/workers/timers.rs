@@ -1,7 +1,7 @@
 //! Wakes entities whose time has come, but for billing accounts. The owner of a shard reads the deadline index, so that a deadline fires without its actor
 //! having been awake, and survives any restart.
 
-use super::pace::{self, Turns};
+use super::pace::{self, Pacing};
 use actors::{Answered, AskError, Asked, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
-const TURNS: Turns = Turns {
+const PACING: Pacing = Pacing {
     // How late a deadline may fire.
     each: Duration::from_millis(200),
     at_once: 128,
@@ -36,7 +36,7 @@ pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
         let tick = Tick { host: Arc::clone(&host), permit: permit.clone(), entity };
         entity.kind.visit(tick)
     };
-    pace::run(TURNS, look, work).await;
+    pace::run(PACING, look, work).await;
     Ok(())
 }
 

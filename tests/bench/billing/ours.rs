@@ -208,11 +208,10 @@ impl Ours {
     /// Every allocation was charged for each window, and it all adds up.
     pub async fn check(&self) -> anyhow::Result<()> {
         let windows = i64::try_from(self.windows.load(Ordering::SeqCst))?;
-        let charged: (i64, i64) = sqlx::query_as(
-            "SELECT count(*), count(DISTINCT (allocation, used_from)) FROM ledger WHERE kind = 'usage'",
-        )
-        .fetch_one(&self.pool)
-        .await?;
+        let charged: (i64, i64) =
+            sqlx::query_as("SELECT count(*), count(DISTINCT (allocation, used_from)) FROM ledger WHERE kind = 'usage'")
+                .fetch_one(&self.pool)
+                .await?;
         let expected = windows * i64::try_from(self.accounts * OF_ONE)?;
         ensure!(charged == (expected, expected), "{charged:?} postings of {windows} windows, not {expected}");
         let report = Reads::new(self.pool.clone()).verify_ledger().await?;
@@ -237,7 +236,8 @@ impl Ours {
     fn count(&self, name: &str) -> (u64, f64) {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == name);
-        let histogram = family.and_then(|family| family.get_metric().first().map(|metric| metric.get_histogram().clone()));
+        let histogram =
+            family.and_then(|family| family.get_metric().first().map(|metric| metric.get_histogram().clone()));
         histogram.map_or((0, 0.0), |histogram| (histogram.get_sample_count(), histogram.get_sample_sum()))
     }
 }

@@ -383,6 +383,9 @@ fn what_is_not_answered_is_said_again_until_it_is() {
     let mut lapsed = World::new();
     lapsed.create_as(0, 5_000).unwrap();
     lapsed.tell(0, Command::Lapse { why: "not there".into() }).unwrap();
+    assert_eq!(lapsed.it().state(), "created", "somebody may still come to open it");
+    lapsed.now += OPEN_FOR;
+    lapsed.tell(0, Command::Lapse { why: "not there".into() }).unwrap();
     assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
     let opened = lapsed.tell(0, Command::Opened { processor_id: "pi_100".into() });
     assert!(matches!(opened, Err(Rejection::Over { .. })), "whoever opened it too late must cancel it");

@@ -1,0 +1,7 @@
+//! What this service and the payment processor tell each other.
+
+pub mod errands;
+pub mod reconciliation;
+#[cfg(test)]
+mod testing;
+pub mod told;

@@ -1,0 +1,308 @@
+//! Compares the payment processor's books with ours, again and again: what it did and nobody told us of, we tell ourselves.
+//!
+//! Webhooks are the quick way, and lose nothing that this would not find. Each turn begins where the last one that went through ended,
+//! whoever did it, less some time for what was under way; now and then it goes back far, since a refund may fail, and a dispute be won,
+//! months after it was made.
+
+use super::told::{self, Teller, Told, Untold};
+use chrono::{DateTime, TimeDelta, Utc};
+use edge::processor::ProcessorError;
+use persistence::{StoreError, Turns};
+use prometheus::{IntCounter, Registry};
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use thiserror::Error;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use uuid::Uuid;
+
+/// Of the books in which it is kept how far they were compared, and of the turn.
+const BOOKS: &str = "payment processor";
+
+/// What is looked at again each turn: clocks differ, and objects are listed a while after they were made.
+const AGAIN: TimeDelta = TimeDelta::hours(1);
+
+/// How far a first turn goes back.
+const FIRST: TimeDelta = TimeDelta::days(1);
+
+/// How far refunds and disputes are looked at now and then, and how often.
+const FAR: TimeDelta = TimeDelta::days(120);
+const FAR_EVERY: Duration = Duration::from_secs(6 * 60 * 60);
+
+/// What is remembered of what our payments know already; beyond it all of it is told anew, which costs time and no more.
+const REMEMBERED: usize = 100_000;
+
+/// See the module.
+pub struct Reconciler {
+    teller: Teller,
+    turns: Turns,
+    every: Duration,
+    failed: IntCounter,
+    missed: IntCounter,
+    contradicted: IntCounter,
+    memory: Mutex<Memory>,
+}
+
+/// What this process has told, so that it is not told again each turn. Losing it costs nothing.
+#[derive(Default)]
+struct Memory {
+    told: BTreeSet<String>,
+    went_far: Option<Instant>,
+}
+
+#[derive(Debug, Error)]
+pub enum Incomplete {
+    #[error(transparent)]
+    Processor(#[from] ProcessorError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("{count} could not be told, the last one because: {why}")]
+    Untold { count: usize, why: Untold },
+}
+
+impl Reconciler {
+    /// # Errors
+    /// Where the metrics are registered already.
+    pub fn register(registry: &Registry, teller: Teller, turns: Turns, every: Duration) -> anyhow::Result<Self> {
+        let counter = |name, help| -> anyhow::Result<IntCounter> {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        Ok(Self {
+            teller,
+            turns,
+            every,
+            failed: counter(
+                "payments_reconcile_failed_total",
+                "Comparisons with the payment processor's books that did not go through.",
+            )?,
+            missed: counter(
+                "payments_reconcile_missed_total",
+                "What the payment processor did and only a comparison of the books has told.",
+            )?,
+            contradicted: counter(
+                "payments_reconcile_contradicted_total",
+                "What the payment processor did and a payment here contradicts.",
+            )?,
+            memory: Mutex::default(),
+        })
+    }
+
+    /// Works, turn by turn; of several members one does each.
+    ///
+    /// # Errors
+    /// Never; what fails is done again in the next turn.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut clock = interval(self.every);
+        clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Short of the pause, so that the next one finds it over.
+        let lasts = self.every.mul_f32(0.9);
+        loop {
+            clock.tick().await;
+            match self.turns.take(BOOKS, lasts).await {
+                Ok(true) => self.turn().await,
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "whose turn it is to compare the payment processor's books is unknown")
+                }
+            }
+        }
+    }
+
+    async fn turn(&self) {
+        match self.compare().await {
+            Ok(0) => {}
+            Ok(missed) => tracing::warn!(missed, "nobody had told of what the payment processor did"),
+            Err(error) => {
+                self.failed.inc();
+                tracing::warn!(error = %error, "the payment processor's books could not be compared");
+            }
+        }
+    }
+
+    async fn compare(&self) -> Result<u64, Incomplete> {
+        let began = Utc::now();
+        let since = self.turns.compared(BOOKS).await?.map_or(began - FIRST, |until| until - AGAIN);
+        let missed = self.look(since, self.far_from(began, since)).await?;
+        self.turns.keep_compared(BOOKS, began).await?;
+        self.turns.forget().await?;
+        Ok(missed)
+    }
+
+    /// From when on refunds and disputes are looked at in this turn.
+    fn far_from(&self, now: DateTime<Utc>, since: DateTime<Utc>) -> DateTime<Utc> {
+        let mut memory = self.memory();
+        if memory.went_far.is_some_and(|at| at.elapsed() < FAR_EVERY) {
+            return since;
+        }
+        memory.went_far = Some(Instant::now());
+        since.min(now - FAR)
+    }
+
+    /// Tells what the processor has made since, and how many our payments had not heard of.
+    async fn look(&self, since: DateTime<Utc>, far: DateTime<Utc>) -> Result<u64, Incomplete> {
+        let cause = Uuid::now_v7();
+        let teller = self.teller.for_cause(cause, cause.to_string());
+        let mut found = Found { missed: 0, untold: 0, why: None };
+        // Payments first: what was taken back of one that nobody had heard of follows it.
+        for standing in teller.processor.payments_since(since).await? {
+            let name = (standing.processor_id.clone(), said(&standing.status));
+            self.tell(&mut found, "payment", name, told::payment(&teller, standing)).await;
+        }
+        for standing in teller.processor.refunds_since(far).await? {
+            let name = (standing.processor_refund_id.clone(), said(&standing.status));
+            self.tell(&mut found, "refund", name, told::refund(&teller, standing)).await;
+        }
+        for dispute in teller.processor.disputes_since(far).await? {
+            let name = (dispute.dispute_id.clone(), said(&dispute.status));
+            self.tell(&mut found, "dispute", name, told::dispute(&teller, dispute)).await;
+        }
+        match found.why {
+            Some(why) => Err(Incomplete::Untold { count: found.untold, why }),
+            None => Ok(found.missed),
+        }
+    }
+
+    async fn tell(
+        &self,
+        found: &mut Found,
+        what: &'static str,
+        (id, status): (String, String),
+        telling: impl Future<Output = Result<Told, Untold>>,
+    ) {
+        let name = format!("{id} {status}");
+        if self.memory().told.contains(&name) {
+            return;
+        }
+        match telling.await {
+            Ok(Told::Done { is_news: true }) => {
+                found.missed += 1;
+                self.missed.inc();
+                tracing::warn!(processor.id = id, status, "a {what} at the payment processor that nobody had told of");
+            }
+            Ok(Told::Done { is_news: false } | Told::NotOurs) => {}
+            Ok(Told::Rejected(why)) => {
+                self.contradicted.inc();
+                tracing::warn!(
+                    processor.id = id,
+                    status,
+                    why,
+                    "a {what} at the payment processor contradicts the payment"
+                );
+            }
+            Err(why) => {
+                found.untold += 1;
+                found.why = Some(why);
+                return;
+            }
+        }
+        self.memory().remember(name);
+    }
+
+    fn memory(&self) -> std::sync::MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Memory {
+    fn remember(&mut self, name: String) {
+        if self.told.len() >= REMEMBERED {
+            self.told.clear();
+        }
+        self.told.insert(name);
+    }
+}
+
+struct Found {
+    missed: u64,
+    untold: usize,
+    why: Option<Untold>,
+}
+
+fn said(status: &impl Debug) -> String {
+    format!("{status:?}")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::testing::{Bench, INTENT, eur};
+    use super::*;
+    use edge::processor::{Dispute, DisputeStatus, RefundStanding, RefundStatus, Status};
+
+    fn reconciler(bench: &Bench) -> Reconciler {
+        let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy("postgres://nobody@127.0.0.1:1/none").unwrap();
+        let every = Duration::from_secs(300);
+        Reconciler::register(&Registry::new(), bench.teller(0), Turns::new(pool), every).unwrap()
+    }
+
+    async fn missed(reconciler: &Reconciler) -> Result<u64, Incomplete> {
+        reconciler.look(Utc::now(), Utc::now()).await
+    }
+
+    fn reversal(id: &str) -> RefundStanding {
+        RefundStanding {
+            processor_refund_id: id.to_owned(),
+            refund_id: None,
+            of: Some(INTENT.to_owned()),
+            amount_minor: 100,
+            currency: eur(),
+            status: RefundStatus::Succeeded,
+        }
+    }
+
+    #[tokio::test]
+    async fn what_nobody_told_of_is_told_and_counted_once() {
+        let bench = Bench::open().await;
+        bench.processor.knows(Status::Paid { charge_id: Some("ch_1".to_owned()) });
+        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
+        let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
+        let (amount_minor, currency, status) = (200, eur(), DisputeStatus::Opened);
+        let dispute = Dispute { dispute_id, of, amount_minor, currency, status };
+        bench.processor.disputes.lock().unwrap().push(dispute);
+        let reconciler = reconciler(&bench);
+        assert_eq!(missed(&reconciler).await.unwrap(), 3);
+        assert_eq!(missed(&reconciler).await.unwrap(), 0);
+        assert_eq!(bench.payment().await.left_minor(), 700);
+        bench.processor.disputes.lock().unwrap()[0].status = DisputeStatus::Won;
+        assert_eq!(missed(&reconciler).await.unwrap(), 1, "months later");
+        assert_eq!(bench.payment().await.left_minor(), 900);
+        assert_eq!(reconciler.missed.get(), 4);
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_told_is_told_in_the_next_turn_and_holds_nothing_else_up() {
+        let bench = Bench::deposited().await;
+        let reconciler = reconciler(&bench);
+        assert_eq!(missed(&reconciler).await.unwrap(), 0, "all of it is known");
+        let mut refunds = [reversal("re_1"), reversal("re_2")];
+        // Whose it is cannot be asked, since nobody answers.
+        refunds[0].of = Some("pi_slow".to_owned());
+        bench.processor.refunds.lock().unwrap().extend(refunds);
+        bench.processor.never_answers_for("pi_slow");
+        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Untold { count: 1, .. })));
+        assert_eq!(bench.payment().await.left_minor(), 900);
+        bench.processor.fails(ProcessorError::Later("down".to_owned()));
+        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Processor(_))));
+    }
+
+    #[tokio::test]
+    async fn a_contradiction_is_counted_and_goes_on() {
+        let bench = Bench::deposited().await;
+        let reconciler = reconciler(&bench);
+        bench.processor.standing.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
+        assert_eq!(missed(&reconciler).await.unwrap(), 0);
+        assert_eq!(reconciler.contradicted.get(), 1, "paid twice");
+    }
+
+    #[tokio::test]
+    async fn refunds_and_disputes_are_looked_at_far_back_now_and_then() {
+        let bench = Bench::open().await;
+        let reconciler = reconciler(&bench);
+        let now = Utc::now();
+        assert_eq!(reconciler.far_from(now, now), now - FAR);
+        assert_eq!(reconciler.far_from(now, now), now);
+    }
+}
