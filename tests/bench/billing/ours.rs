@@ -154,7 +154,7 @@ impl Ours {
 
     /// What commands wait for so long, while nothing is due.
     pub async fn asking(&self, each: Duration) -> anyhow::Result<Waited> {
-        let enough = Arc::new(AtomicBool::new(false));
+        let enough = AtomicBool::new(false);
         let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
             tokio::time::sleep(each).await;
             enough.store(true, Ordering::SeqCst);
@@ -164,7 +164,7 @@ impl Ours {
     }
 
     pub async fn asking_beside_a_window(&self) -> anyhow::Result<Waited> {
-        let enough = Arc::new(AtomicBool::new(false));
+        let enough = AtomicBool::new(false);
         let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
             self.window().await?;
             enough.store(true, Ordering::SeqCst);
@@ -174,7 +174,7 @@ impl Ours {
     }
 
     async fn ask_until(&self, enough: &AtomicBool) -> anyhow::Result<Waited> {
-        let asking = self.askers.iter().map(|account| async {
+        let asking = self.askers.iter().map(|account| async move {
             let mut micros = Histogram::<u64>::new(3)?;
             while !enough.load(Ordering::SeqCst) {
                 let asked = Instant::now();
