@@ -87,6 +87,8 @@ pub enum Role {
     TerminalGateway,
     /// Shards and the entities in them.
     Entities,
+    /// Charges billing accounts.
+    Billing,
     /// Turns events into commands.
     Provisioning,
     /// Publishes what was committed.
@@ -103,6 +105,7 @@ impl Role {
         Self::NodeApi,
         Self::TerminalGateway,
         Self::Entities,
+        Self::Billing,
         Self::Provisioning,
         Self::OutboxRelay,
         Self::NotificationRelay,
@@ -116,6 +119,7 @@ impl Role {
             Self::NodeApi => "node-api",
             Self::TerminalGateway => "terminal-gateway",
             Self::Entities => "entities",
+            Self::Billing => "billing",
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
             Self::NotificationRelay => "notification-relay",
@@ -146,6 +150,12 @@ pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
     // The relay publishes what its own process has committed.
     if roles.contains(&Role::Entities) != roles.contains(&Role::OutboxRelay) {
         bail!("the roles entities and outbox-relay go together: name both or neither");
+    }
+    // Accounts are charged where they live, each through its own mailbox; without the role nobody would charge them.
+    if roles.contains(&Role::Entities) != roles.contains(&Role::Billing) {
+        bail!(
+            "the roles entities and billing go together, since accounts are charged where they live: name both or neither"
+        );
     }
     Ok(roles)
 }
@@ -467,8 +477,15 @@ mod tests {
     }
 
     #[test]
-    fn entities_do_not_run_without_the_relay_that_speaks_for_them() {
-        assert!(parse_roles("entities").is_err());
-        assert!(parse_roles("entities,outbox-relay").is_ok());
+    fn entities_do_not_run_without_the_relay_that_speaks_for_them_or_without_who_charges_them() {
+        for (roles, missing) in [
+            ("entities,billing", "outbox-relay"),
+            ("entities,outbox-relay", "billing"),
+            ("billing", "entities and billing go together"),
+        ] {
+            let error = parse_roles(roles).unwrap_err().to_string();
+            assert!(error.contains(missing) && error.contains("name both or neither"), "{error}");
+        }
+        assert!(parse_roles("entities,billing,outbox-relay").is_ok());
     }
 }

@@ -10,6 +10,7 @@ use crate::supervisor::{Supervisor, Work};
 use crate::traces::Traces;
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
+use crate::workers::accrual::Accrual;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
@@ -55,7 +56,7 @@ use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
+use persistence::{Cluster, Committer, CommitterConfig, Loader, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
 use serde_json::json;
@@ -191,6 +192,7 @@ impl Process {
         let store = Durable {
             committer: committer.clone(),
             reads: reads.clone(),
+            loader: Loader::start(&reads),
             fenced: Arc::clone(&look),
             cluster: cluster.clone(),
             told,
@@ -337,6 +339,9 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
+        let world = Arc::clone(&self.here) as Arc<dyn actors::ports::World>;
+        let accrual = Accrual::register(&self.registry, Arc::clone(&self.host), self.reads.clone(), world)?;
+        works.insert("accrual", work(&accrual, Accrual::run));
         works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
         works.insert("rest", work(&self.host, housekeeping::rest));
         let figures =

@@ -52,6 +52,7 @@ pub const TREE: &[Row] = &[
     row("answers", "cluster", EVERY, ALWAYS, "answers other members' questions about this one"),
     row("entities", "root", &[Role::Entities], BOUNDED, "the shards that this member owns"),
     row("timers", "entities", &[Role::Entities], BOUNDED, "wakes entities whose deadline has come"),
+    row("accrual", "entities", &[Role::Billing], BOUNDED, "charges billing accounts whose window has ended"),
     row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
     row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),

@@ -3,6 +3,8 @@
 
 mod audit;
 mod billing;
+mod billing_chaos;
+mod billing_faults;
 mod browser;
 mod cluster;
 mod docs_page;

@@ -3,7 +3,7 @@
 //! Two ways lead here. JetStream's durable consumers bring fresh events to any member; and the owner of a shard polls its outbox for rows
 //! whose effect has not been committed after a while, so that losing all of NATS loses nothing but time.
 
-use super::pace;
+use super::pace::{self, Pacing};
 use super::payments::errands::Errands;
 use super::payments::webhooks::Webhooks;
 use super::provisioning::Placer;
@@ -253,7 +253,9 @@ impl Reactor {
             let (reactor, bus, relay) = (self.clone(), bus.clone(), relay.clone());
             async move { reactor.take_up(row, &bus, &relay).await }
         };
-        pace::run(TURN, AT_ONCE, look, work).await;
+        // What a look finds is bounded by shard: how many there are says nothing.
+        let pacing = Pacing { each: TURN, at_once: AT_ONCE, full: usize::MAX };
+        pace::run(pacing, look, work).await;
         Ok(())
     }
 
