@@ -188,3 +188,127 @@ impl From<ProcessorError> for Hindered {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::testing::{Bench, INTENT, PAYMENT, eur};
+    use super::*;
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use chrono::Utc;
+    use domain::again::Again;
+    use domain::processor_event::Phase;
+    use domain::{Event, EventId};
+    use edge::processor::{RefundStatus, Status};
+    use persistence::rewrap::body_place;
+    use serde_json::{Value, json};
+    use uuid::Uuid;
+
+    fn ring() -> Arc<KeyRing> {
+        Arc::new(KeyRing::parse(&format!("key a {}\nactive a\n", STANDARD.encode([7; 32]))).unwrap())
+    }
+
+    /// As it is stored, under an id of its own.
+    fn stored(n: u128, event_type: &str, object: &Value) -> ProcessorEvent {
+        let id = Uuid::from_u128(n);
+        let body = json!({ "id": format!("evt_{n}"), "type": event_type, "data": { "object": object } }).to_string();
+        let sealed = ring().seal(&body_place(&id.to_string()), body.as_bytes()).unwrap();
+        ProcessorEvent {
+            id: ProcessorEventId(id),
+            event_id: format!("evt_{n}"),
+            event_type: event_type.to_owned(),
+            object_id: None,
+            occurred_at: None,
+            received_at: Utc::now(),
+            digest: String::new(),
+            body_enc: Some(STANDARD.encode(sealed)),
+            attempts: 0,
+            last_error: None,
+            phase: Phase::Received { again: Again::first(Utc::now()) },
+        }
+    }
+
+    /// What it came to: an outcome, or why not, with whether it waits or has failed.
+    async fn told(bench: &Bench, event: &ProcessorEvent) -> String {
+        let heard = Heard {
+            id: EventId(Uuid::nil()),
+            event: Event::ProcessorEventDue { processor_event_id: event.id },
+            correlation_id: "test".to_owned(),
+            traceparent: None,
+            tracestate: None,
+        };
+        match Webhooks::new(bench.teller(1), ring()).tell(&heard, event).await {
+            Ok(outcome) => outcome.name().to_owned(),
+            Err(Hindered::Later(why)) => format!("later: {why}"),
+            Err(Hindered::Failed(why)) => format!("failed: {why}"),
+        }
+    }
+
+    fn intent(amount: i64) -> Value {
+        json!({
+            "id": INTENT, "amount": amount, "currency": "eur", "status": "succeeded", "latest_charge": "ch_1",
+            "metadata": { "payment_id": PAYMENT.to_string() },
+        })
+    }
+
+    fn refund(id: &str, amount: i64, of: &str) -> Value {
+        json!({ "id": id, "amount": amount, "currency": "eur", "status": "succeeded", "payment_intent": of })
+    }
+
+    #[tokio::test]
+    async fn what_was_paid_is_told_once_and_what_contradicts_it_fails() {
+        let bench = Bench::open().await;
+        let failed = told(&bench, &stored(1, "payment_intent.succeeded", &intent(999))).await;
+        assert!(failed.starts_with("failed: ") && failed.contains("999"), "{failed}");
+        assert_eq!(bench.payment().await.paid_at(), None);
+        let paid = stored(2, "payment_intent.succeeded", &intent(1000));
+        for _ in 0..2 {
+            assert_eq!(told(&bench, &paid).await, "told");
+        }
+        assert!(bench.payment().await.paid_at().is_some());
+        let theirs = json!({ "id": "pi_9", "amount": 1, "currency": "eur", "status": "succeeded" });
+        assert_eq!(told(&bench, &stored(3, "payment_intent.succeeded", &theirs)).await, "not_ours");
+        assert_eq!(told(&bench, &stored(4, "customer.created", &json!({}))).await, "nothing_to_do");
+    }
+
+    #[tokio::test]
+    async fn of_several_refunds_each_is_told_and_one_that_is_refused_is_said() {
+        let bench = Bench::deposited().await;
+        let list =
+            |data: Vec<Value>| json!({ "payment_intent": INTENT, "refunds": { "data": data, "has_more": false } });
+        let refunds = list(vec![refund("re_1", 0, INTENT), refund("re_2", 300, INTENT), refund("re_3", 1, "pi_9")]);
+        let failed = told(&bench, &stored(1, "charge.refunded", &refunds)).await;
+        assert!(failed.starts_with("failed: "), "{failed}");
+        assert_eq!(bench.payment().await.reversals.keys().collect::<Vec<_>>(), ["re_2"]);
+        // The charge alone: what was given back of it is looked up.
+        bench.processor.refunds.lock().unwrap().push(RefundStanding {
+            processor_refund_id: "re_4".to_owned(),
+            refund_id: None,
+            of: Some(INTENT.to_owned()),
+            amount_minor: 200,
+            currency: eur(),
+            status: RefundStatus::Succeeded,
+        });
+        let charge = json!({ "id": "ch_1", "payment_intent": INTENT });
+        assert_eq!(told(&bench, &stored(2, "charge.refunded", &charge)).await, "told");
+        assert_eq!(bench.payment().await.left_minor(), 500);
+    }
+
+    #[tokio::test]
+    async fn while_the_processor_cannot_be_asked_it_waits_and_what_cannot_be_read_fails() {
+        let bench = Bench::deposited().await;
+        bench.processor.knows(Status::Paid { charge_id: None });
+        bench.processor.fails(ProcessorError::Later("gone".to_owned()));
+        let event = stored(1, "refund.created", &refund("re_1", 100, INTENT));
+        assert!(told(&bench, &event).await.starts_with("later: "));
+        assert_eq!(told(&bench, &event).await, "told");
+        let unreadable = stored(2, "refund.created", &json!({ "id": "re_2" }));
+        assert!(told(&bench, &unreadable).await.starts_with("failed: "));
+        let forgotten = ProcessorEvent { body_enc: None, ..event.clone() };
+        assert!(told(&bench, &forgotten).await.starts_with("failed: "));
+        // Under another id it is nobody's: it may open again when the right key is back.
+        let moved = ProcessorEvent { id: ProcessorEventId(Uuid::from_u128(3)), ..event };
+        assert!(told(&bench, &moved).await.starts_with("later: "));
+    }
+}
