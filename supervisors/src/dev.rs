@@ -38,6 +38,7 @@ pub mod nats;
 pub mod pki;
 pub mod postgres;
 pub mod process;
+pub mod processor;
 pub mod replica;
 
 /// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.

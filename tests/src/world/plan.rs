@@ -2,6 +2,7 @@
 
 use super::client::Client;
 use super::line::Line;
+use super::payments::Payments;
 use super::{CREDIT, Declared, GPUS, World, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
@@ -42,6 +43,8 @@ pub struct Plan {
     binaries: Option<PathBuf>,
     /// Who begins with money.
     funded: Vec<String>,
+    /// Whether somebody processes payments.
+    processor: bool,
 }
 
 impl Default for Plan {
@@ -53,6 +56,7 @@ impl Default for Plan {
             own_variables: Vec::new(),
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
+            processor: false,
         }
     }
 }
@@ -72,6 +76,12 @@ impl Plan {
     /// Nobody begins with money.
     pub fn penniless(mut self) -> Self {
         self.funded.clear();
+        self
+    }
+
+    /// With a payment processor ([`World::processor`]).
+    pub fn with_processor(mut self) -> Self {
+        self.processor = true;
         self
     }
 
@@ -125,6 +135,10 @@ impl Plan {
             sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
 
+        let payments = match self.processor {
+            true => Some(Payments::start(&folder.join("processor"), &authority).await?),
+            false => None,
+        };
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
         let node_balancer = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
@@ -142,7 +156,7 @@ impl Plan {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
             stats_token: files::random_hex(32).into(),
-            variables: self.variables.clone(),
+            variables: payments.iter().flat_map(Payments::variables).chain(self.variables.clone()).collect(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
         let starting =
@@ -173,6 +187,7 @@ impl Plan {
         let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
         let (user, other_user) = (caller("user")?, caller("user2")?);
         secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
+        secrets.extend(payments.iter().flat_map(Payments::secrets));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -191,6 +206,7 @@ impl Plan {
             second_admin,
             user,
             other_user,
+            payments,
             agent_settings,
             stats_token: settings.stats_token.expose_secret().to_owned(),
             settings,
