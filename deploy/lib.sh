@@ -186,6 +186,22 @@ ensure_proxies() {
     ensure_envoy
 }
 
+# A clock that a test can put on and back for one process: out of Debian's package, unpacked and not installed.
+ensure_faketime() {
+    local library=libfaketimeMT.so.1 folder
+    ! compgen -G "/usr/lib/*/faketime/$library" >/dev/null && [ ! -e "$tools/faketime/$library" ] || return 0
+    have apt-get || fail "missing: libfaketime. Install it with this system's package manager and start again."
+    say "taking libfaketime out of Debian's package into .dev/tools"
+    folder=$(mktemp -d)
+    chmod 0755 "$folder"
+    apt_download "$folder" libfaketime || { apt ca-certificates && apt_download "$folder" libfaketime; } ||
+        { rm -rf "$folder"; fail "apt cannot download libfaketime."; }
+    dpkg -x "$folder"/libfaketime_*.deb "$folder/unpacked"
+    mkdir -p "$tools/faketime"
+    mv -f "$folder"/unpacked/usr/lib/*/faketime/"$library" "$tools/faketime/$library"
+    rm -rf "$folder"
+}
+
 apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
 
 ensure_envoy() {
@@ -283,6 +299,7 @@ ensure_test_tools() {
     ensure_contract_tools
     ensure_processor
     ensure_proxies
+    ensure_faketime
     from_npm browser playwright-core "what drives the browser"
 }
 

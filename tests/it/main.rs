@@ -3,6 +3,8 @@
 
 mod audit;
 mod billing;
+mod billing_chaos;
+mod billing_faults;
 mod browser;
 mod cluster;
 mod docs_page;
@@ -45,3 +47,4 @@ mod terminal_bounds;
 mod terminal_page;
 mod tidy;
 mod tool;
+mod webhook;

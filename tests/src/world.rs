@@ -21,6 +21,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
 
 pub mod client;
+pub mod clock;
+pub mod desk;
 mod end;
 pub mod gpuctl;
 pub mod hand;
@@ -38,6 +40,7 @@ pub mod tenants;
 pub mod terminal;
 
 use client::Client;
+use clock::Clock;
 use domain::Shard;
 pub use end::Declared;
 use nix::sys::signal::{Signal, kill};
@@ -91,6 +94,10 @@ pub struct World {
     pub authority: Authority,
     /// The database, as its owner.
     pub pool: PgPool,
+    /// Of every replica, where the plan asked for one.
+    pub service_clock: Option<Clock>,
+    /// Of Postgres, likewise.
+    pub postgres_clock: Option<Clock>,
     /// Through the balancer, as an administrator.
     pub admin: Client,
     /// Through the balancer, as `admin2`: no status of a SKU changes on one person's word.

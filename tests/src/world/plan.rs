@@ -1,6 +1,7 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::clock::Clock;
 use super::line::Line;
 use super::payments::Payments;
 use super::{CREDIT, Declared, GPUS, World, simulated};
@@ -45,6 +46,8 @@ pub struct Plan {
     funded: Vec<String>,
     /// Whether somebody processes payments.
     processor: bool,
+    /// Whether the replicas, and Postgres, have a clock of their own.
+    own_clocks: (bool, bool),
 }
 
 impl Default for Plan {
@@ -57,6 +60,7 @@ impl Default for Plan {
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
             processor: false,
+            own_clocks: (false, false),
         }
     }
 }
@@ -97,6 +101,18 @@ impl Plan {
         self
     }
 
+    /// The replicas have a clock that the test puts on and back.
+    pub fn service_clock(mut self) -> Self {
+        self.own_clocks.0 = true;
+        self
+    }
+
+    /// Postgres has one.
+    pub fn postgres_clock(mut self) -> Self {
+        self.own_clocks.1 = true;
+        self
+    }
+
     /// The folder of the programs, where they are not of this build.
     pub fn binaries(mut self, folder: &Path) -> Self {
         self.binaries = Some(folder.to_owned());
@@ -125,9 +141,13 @@ impl Plan {
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let clock = |wanted: bool, name: &str| wanted.then(|| Clock::new(&run.join(name))).transpose();
+        let service_clock = clock(self.own_clocks.0, "service-clock")?;
+        let postgres_clock = clock(self.own_clocks.1, "postgres-clock")?;
+        let environment = postgres_clock.as_ref().map(Clock::variables).unwrap_or_default();
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (postgres, nats, identity) = tokio::try_join!(
-            Postgres::start(&postgres_folder, &authority),
+            Postgres::start_in(&postgres_folder, &authority, environment),
             Nats::start(&nats_folder, &authority, users.collect()),
             IdentityProvider::start(),
         )?;
@@ -156,7 +176,12 @@ impl Plan {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
             stats_token: files::random_hex(32).into(),
-            variables: payments.iter().flat_map(Payments::variables).chain(self.variables.clone()).collect(),
+            variables: service_clock
+                .iter()
+                .flat_map(Clock::variables)
+                .chain(payments.iter().flat_map(Payments::variables))
+                .chain(self.variables)
+                .collect(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
         let starting =
@@ -202,6 +227,8 @@ impl Plan {
             postgres,
             authority,
             pool,
+            service_clock,
+            postgres_clock,
             admin,
             second_admin,
             user,
