@@ -6,8 +6,10 @@ use domain::payment::Payment;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::path::Path;
+use supervisors::dev::balancer::Balancer;
 use supervisors::dev::pki::Authority;
 use supervisors::dev::processor::{CARD, PaymentProcessor, intent_in};
+use supervisors::dev::replica::Replica;
 use uuid::Uuid;
 
 /// Where a payer comes back to.
@@ -17,6 +19,8 @@ const SHOP: &str = "https://shop.example";
 pub struct Payments {
     pub processor: PaymentProcessor,
     pub line: Line,
+    /// Where its webhooks go.
+    webhooks: Option<Balancer>,
 }
 
 /// A payment that its payer has begun.
@@ -32,7 +36,15 @@ impl Payments {
         let log = folder.with_extension("txt");
         let processor = PaymentProcessor::start(folder, &log, authority.certificate_path()).await?;
         let line = Line::to(processor.address()).await?;
-        Ok(Self { processor, line })
+        Ok(Self { processor, line, webhooks: None })
+    }
+
+    /// Has it tell these replicas, in turns, what happens there.
+    pub(super) async fn tell(&mut self, replicas: &[Replica]) -> anyhow::Result<()> {
+        let balancer = Balancer::start(replicas.iter().map(|replica| replica.listens().webhook).collect()).await?;
+        self.processor.send_webhooks_to(&format!("https://{}{}", balancer.address(), edge::webhook::PATH)).await?;
+        self.webhooks = Some(balancer);
+        Ok(())
     }
 
     /// What replicas are told of it. They reach it by the line; browsers do not.

@@ -44,8 +44,8 @@ pub struct Plan {
     binaries: Option<PathBuf>,
     /// Who begins with money.
     funded: Vec<String>,
-    /// Whether somebody processes payments.
-    processor: bool,
+    /// Whether somebody processes payments, and whether its webhooks arrive.
+    processor: Option<bool>,
     /// Whether the replicas, and Postgres, have a clock of their own.
     own_clocks: (bool, bool),
 }
@@ -59,7 +59,7 @@ impl Default for Plan {
             own_variables: Vec::new(),
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
-            processor: false,
+            processor: None,
             own_clocks: (false, false),
         }
     }
@@ -85,7 +85,13 @@ impl Plan {
 
     /// With a payment processor ([`World::processor`]).
     pub fn with_processor(mut self) -> Self {
-        self.processor = true;
+        self.processor = Some(true);
+        self
+    }
+
+    /// The same, and none of its webhooks arrives.
+    pub fn with_unheard_processor(mut self) -> Self {
+        self.processor = Some(false);
         self
     }
 
@@ -155,9 +161,9 @@ impl Plan {
             sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
 
-        let payments = match self.processor {
-            true => Some(Payments::start(&folder.join("processor"), &authority).await?),
-            false => None,
+        let mut payments = match self.processor {
+            Some(_) => Some(Payments::start(&folder.join("processor"), &authority).await?),
+            None => None,
         };
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
@@ -193,6 +199,9 @@ impl Plan {
                 async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
             });
         let replicas = try_join_all(starting).await?;
+        if let (Some(payments), Some(true)) = (&mut payments, self.processor) {
+            payments.tell(&replicas).await?;
+        }
 
         let agent_settings = AgentSettings {
             executable: agent,
