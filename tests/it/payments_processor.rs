@@ -5,13 +5,11 @@ use domain::payment::{RefundStatus, Taking};
 use domain::{PaymentId, RefundId};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::world::payments::{Begun, checkout};
+use tests::world::payments::{Begun, SAID_AGAIN_WITHIN, checkout};
 use tests::world::{PATIENCE, Plan, World, id_of};
 use uuid::Uuid;
 
 const RECONCILE: &str = "SVC_PAYMENTS_RECONCILE_SECONDS";
-/// A payment says again what is not answered after 10, 20, 40 and 80 seconds.
-const SAID_AGAIN_WITHIN: Duration = Duration::from_secs(150);
 const DEPOSIT: i64 = 5_000;
 
 /// A world in which nobody has money and the processor's books are looked at so often.
@@ -130,8 +128,8 @@ async fn a_deposit_survives_kill_9_at_every_step() {
         world.kill9_replica(0);
     }
     world.restart_replica(0).await;
-    expect_balance(&world, DEPOSIT).await;
     world.expect_payment(&begun, "deposited").await;
+    expect_balance(&world, DEPOSIT).await;
     world.end().await;
 }
 

@@ -6,11 +6,15 @@ use domain::payment::Payment;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::time::Duration;
 use supervisors::dev::balancer::Balancer;
 use supervisors::dev::pki::Authority;
 use supervisors::dev::processor::{CARD, PaymentProcessor, intent_in};
 use supervisors::dev::replica::Replica;
 use uuid::Uuid;
+
+/// What nobody tells a payment it asks for after 10, 20, 40 and 80 seconds.
+pub const SAID_AGAIN_WITHIN: Duration = Duration::from_secs(150);
 
 /// Where a payer comes back to.
 const SHOP: &str = "https://shop.example";
@@ -100,7 +104,8 @@ impl World {
     /// Until the payment is in this state, as its payer sees it.
     pub async fn expect_payment(&self, begun: &Begun, state: &str) -> Value {
         let path = format!("/api/v1/billing/payments/{}", begun.id);
-        self.user.wait_until(&path, &format!("the payment is {state}"), |payment| payment["state"] == state).await
+        let what = format!("the payment is {state}");
+        self.user.wait_within(SAID_AGAIN_WITHIN, &path, &what, |payment| payment["state"] == state).await
     }
 
     /// What the payer has in their account, in micro-units.
