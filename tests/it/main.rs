@@ -23,6 +23,7 @@ mod node_life;
 mod notifications;
 mod observability;
 mod openapi;
+mod payments_processor;
 mod platform_roles;
 mod policy;
 mod probe;
