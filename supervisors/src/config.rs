@@ -100,7 +100,7 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Api,
         Self::NodeApi,
         Self::TerminalGateway,
