@@ -26,6 +26,9 @@ use uuid::Uuid;
 /// What the desk's events are signed with.
 pub const SECRET: &str = "whsec_of_the_desk_0123456789";
 
+/// What is listed.
+const LISTS: [&str; 5] = ["/v1/charges", "/v1/refunds", "/v1/disputes", "/v1/payment_intents", "/v1/checkout/sessions"];
+
 type Shown = Arc<Mutex<BTreeMap<String, Value>>>;
 
 /// See the module. Ends with the test.
@@ -52,7 +55,7 @@ impl Desk {
             .variable("SVC_PAYMENTS_CURRENCY", CURRENCY)
     }
 
-    /// What is answered to a GET of this path from now on; every other object is not there.
+    /// What is answered to a GET of this path from now on. Every other object is not there, and every other list is empty.
     pub fn shows(&self, path: &str, object: Value) {
         self.shown.lock().unwrap().insert(path.to_owned(), object);
     }
@@ -67,9 +70,13 @@ impl Desk {
 }
 
 async fn show(State(shown): State<Shown>, request: Request) -> Response {
-    let object = shown.lock().unwrap().get(request.uri().path()).cloned();
+    let path = request.uri().path();
+    let object = shown.lock().unwrap().get(path).cloned();
     match object {
         Some(object) => axum::Json(object).into_response(),
+        None if LISTS.contains(&path) => {
+            axum::Json(json!({ "object": "list", "data": [], "has_more": false })).into_response()
+        }
         None => {
             let error = json!({ "error": { "code": "resource_missing", "message": "No such object." } });
             (StatusCode::NOT_FOUND, axum::Json(error)).into_response()
@@ -174,6 +181,18 @@ impl World {
         .execute(&self.pool)
         .await
         .expect("the database takes it");
+        let deadline = open.deadline().expect("its payer has an end of time to pay");
+        sqlx::query(
+            "INSERT INTO deadline (entity, kind, shard, wake_at, deadline_at, reason) VALUES ($1, $2, $3, $4, $4, $5)",
+        )
+        .bind(id)
+        .bind(Kind::Payment.as_str())
+        .bind(i16::from(actors::place::shard_of(id).0))
+        .bind(deadline.at)
+        .bind(deadline.reason)
+        .execute(&self.pool)
+        .await
+        .expect("the database takes its end");
         sqlx::query("INSERT INTO entity_count (kind, state, change) VALUES ('payment', 'open', 1)")
             .execute(&self.pool)
             .await
