@@ -186,6 +186,22 @@ ensure_proxies() {
     ensure_envoy
 }
 
+# A clock that a test can put on and back for one process: out of Debian's package, unpacked and not installed.
+ensure_faketime() {
+    local library=libfaketimeMT.so.1 folder
+    ! compgen -G "/usr/lib/*/faketime/$library" >/dev/null && [ ! -e "$tools/faketime/$library" ] || return 0
+    have apt-get || fail "missing: libfaketime. Install it with this system's package manager and start again."
+    say "taking libfaketime out of Debian's package into .dev/tools"
+    folder=$(mktemp -d)
+    chmod 0755 "$folder"
+    apt_download "$folder" libfaketime || { apt ca-certificates && apt_download "$folder" libfaketime; } ||
+        { rm -rf "$folder"; fail "apt cannot download libfaketime."; }
+    dpkg -x "$folder"/libfaketime_*.deb "$folder/unpacked"
+    mkdir -p "$tools/faketime"
+    mv -f "$folder"/unpacked/usr/lib/*/faketime/"$library" "$tools/faketime/$library"
+    rm -rf "$folder"
+}
+
 apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
 
 ensure_envoy() {
@@ -223,6 +239,18 @@ from_pypi() {
 
 # The programs that look at the API's contract from outside.
 ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
+
+# The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
+ensure_processor() {
+    local missing=() source=$root/deploy/localstripe-source.txt folder=$tools/localstripe
+    need_python
+    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
+    from_pypi localstripe deploy/localstripe.txt "Payments need"
+    ! cmp -s "$source" "$folder/source.txt" || return 0
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
+        --require-hashes --requirement "$source" || fail "PyPI cannot be reached. Payments need localstripe."
+    cp "$source" "$folder/source.txt"
+}
 
 # Adds to the caller's `missing` what a Python with virtual environments needs.
 need_python() {
@@ -269,7 +297,9 @@ ensure_test_tools() {
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
+    ensure_processor
     ensure_proxies
+    ensure_faketime
     from_npm browser playwright-core "what drives the browser"
 }
 

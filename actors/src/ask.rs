@@ -19,6 +19,9 @@ pub struct Asked {
     pub command: Option<CommandKey>,
     /// Releases, operators and sagas under way: let in where new requests are turned away.
     pub urgent: bool,
+    /// Asked by the thousand, with nobody waiting: what comes of it is written behind what somebody waits for.
+    #[serde(default)]
+    pub patient: bool,
 }
 
 impl Asked {
@@ -33,6 +36,7 @@ impl Asked {
             deadline,
             command: None,
             urgent: false,
+            patient: false,
         }
     }
 
@@ -45,6 +49,12 @@ impl Asked {
     #[must_use]
     pub const fn urgently(mut self) -> Self {
         self.urgent = true;
+        self
+    }
+
+    #[must_use]
+    pub const fn patiently(mut self) -> Self {
+        self.patient = true;
         self
     }
 

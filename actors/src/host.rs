@@ -245,6 +245,19 @@ impl Host {
         }
     }
 
+    /// Whether the entity has an actor.
+    #[must_use]
+    pub fn is_awake(&self, entity: EntityRef) -> bool {
+        self.awake.contains_key(&entity)
+    }
+
+    /// Puts an entity to sleep, unless somebody is asking it something. For whoever has woken many.
+    pub fn put_to_sleep(&self, entity: EntityRef) {
+        if let Some(awake) = self.awake.get(&entity) {
+            (awake.put_to_sleep)(&*awake.mailbox);
+        }
+    }
+
     /// Puts to sleep what nobody needed for [`HostConfig::sleep_after`], and forgets failures that are long past.
     pub fn rest(&self) {
         for awake in &self.awake {

@@ -401,6 +401,7 @@ impl<M: Machine> Shell<M> {
             postings: Vec::new(),
             command: None,
             rests_on: ask.asked.by.rests_on(ask.command.action()).into_iter().collect(),
+            patient: ask.asked.patient,
         })
     }
 

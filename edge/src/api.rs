@@ -18,6 +18,7 @@ mod payment;
 mod payment_page;
 mod platform_role;
 mod policy;
+mod processor_event;
 mod recording;
 mod refund;
 mod routing;
@@ -185,6 +186,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
         Admin  Get      "/api/v1/admin/billing/accounts/{id}/payments" (Financial) => payment::list_of, NotFound;
         Bound  PostOnce "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
+
+        Admin  Get      "/api/v1/admin/billing/processor-events" (Financial) => processor_event::list;
+        Admin  Get      "/api/v1/admin/billing/processor-events/{id}" (Financial) => processor_event::get, NotFound;
+        Bound  PostOnce "/api/v1/admin/billing/processor-events/{id}/retry" (Financial) => processor_event::retry, NotFound, StateConflict;
+        Bound  PostOnce "/api/v1/admin/billing/processor-events/{id}/dismiss" (Financial) => processor_event::dismiss, NotFound, StateConflict;
 
         User   Get      "/api/v1/billing/statements" (Financial)           => statement::list;
         User   Get      "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;

@@ -2,7 +2,8 @@
 //!
 //! Two workers with a connection each; every shard belongs to one of them, so that a shard's transitions are numbered and made
 //! durable by one hand. There is no timer: while one batch is being committed, the next one fills. A transition is in a batch
-//! whole or not at all, and one that fails takes no other with it.
+//! whole or not at all, and one that fails takes no other with it. What can wait (`Commit::patient`) is written in batches of its own, by
+//! turns with what somebody waits for.
 //!
 //! | the store says | the outcome |
 //! | --- | --- |
@@ -17,6 +18,7 @@
 
 mod batch;
 mod metrics;
+mod queues;
 mod sequence;
 mod under_way;
 mod worker;
@@ -29,6 +31,7 @@ use crate::outbox::OutboxRow;
 use batch::Job;
 use domain::commit::{Commit, Outcome};
 use domain::id::{MemberId, Shard};
+use queues::Ways;
 use sqlx::PgPool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -50,10 +53,12 @@ pub struct CommitterConfig {
     pub member: MemberId,
     /// Workers, each with a connection of its own.
     pub workers: usize,
-    /// Transitions that may wait at one worker; over it a commit is [`Outcome::NotApplied`].
+    /// Transitions that may wait at one worker; over it a commit is [`Outcome::NotApplied`]. Those that can wait have as many places.
     pub queue: usize,
     /// Transitions in one statement, at most.
     pub batch: usize,
+    /// Postings in a statement of transitions that can wait, so that it keeps nobody else waiting for long.
+    pub patient_postings: usize,
     /// After this the server gives a batch up.
     pub statement_timeout: Duration,
     /// The shards' counters. A committer that is started anew under the same epochs must be given the same ones.
@@ -68,6 +73,7 @@ impl CommitterConfig {
             workers: 2,
             queue: 8192,
             batch: 512,
+            patient_postings: 2048,
             statement_timeout: Duration::from_secs(5),
             sequences: Sequences::default(),
         }
@@ -89,7 +95,7 @@ struct Inner {
 }
 
 struct Lane {
-    jobs: mpsc::Sender<Job>,
+    jobs: Ways,
     status: Arc<Mutex<WorkerStatus>>,
 }
 
@@ -109,7 +115,7 @@ impl Committer {
         let mut lanes = Vec::new();
         let mut tasks = Vec::new();
         for number in 0..config.workers.max(1) {
-            let (jobs, queue) = mpsc::channel(config.queue.max(1));
+            let (jobs, queues) = queues::queues(&config);
             let status = Arc::new(Mutex::new(WorkerStatus::default()));
             let worker = worker::Worker::new(
                 number,
@@ -119,7 +125,7 @@ impl Committer {
                 published.clone(),
                 Arc::clone(&status),
             );
-            tasks.push(tokio::spawn(worker.run(queue, stopped.clone())));
+            tasks.push(tokio::spawn(worker.run(queues, stopped.clone())));
             lanes.push(Lane { jobs, status });
         }
         let under_way = UnderWay::default();
@@ -128,11 +134,11 @@ impl Committer {
 
     /// Makes one transition durable, together with what else is waiting, and says what became of it.
     pub async fn commit(&self, commit: Commit) -> Outcome {
-        let shard = commit.shard;
+        let (shard, patient) = (commit.shard, commit.patient);
         let (answer, outcome) = oneshot::channel();
         let outcome = match Job::new(commit, answer, &self.inner.under_way) {
             Err(refused) => refused,
-            Ok(job) => match self.lane(shard).jobs.try_send(job) {
+            Ok(job) => match self.lane(shard).jobs.of(patient).try_send(job) {
                 Ok(()) => {
                     self.inner.metrics.waiting.inc();
                     // The worker ended with the transition in hand.
@@ -166,8 +172,7 @@ impl Committer {
     pub fn workers(&self) -> Vec<WorkerStatus> {
         let read = |lane: &Lane| {
             let mut status = lane.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            status.bound = lane.jobs.max_capacity();
-            status.waiting = status.bound - lane.jobs.capacity();
+            (status.waiting, status.bound) = lane.jobs.filled();
             status
         };
         self.inner.lanes.iter().map(read).collect()

@@ -30,6 +30,8 @@ pub struct Config {
     pub node_listen: SocketAddr,
     /// Who stands in front of the node API, if anybody does.
     pub node_proxies: Option<NodeProxies>,
+    /// Where the payment processor sends its events.
+    pub webhook_listen: SocketAddr,
     /// Where operators and their tools ask for figures, in clear.
     pub operations_listen: SocketAddr,
     /// Lets the operator's tools read this process's stats.
@@ -85,23 +87,29 @@ pub enum Role {
     TerminalGateway,
     /// Shards and the entities in them.
     Entities,
+    /// Charges billing accounts.
+    Billing,
     /// Turns events into commands.
     Provisioning,
     /// Publishes what was committed.
     OutboxRelay,
     /// Tells people of events.
     NotificationRelay,
+    /// Takes in what the payment processor says.
+    Webhook,
 }
 
 impl Role {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Api,
         Self::NodeApi,
         Self::TerminalGateway,
         Self::Entities,
+        Self::Billing,
         Self::Provisioning,
         Self::OutboxRelay,
         Self::NotificationRelay,
+        Self::Webhook,
     ];
 
     #[must_use]
@@ -111,9 +119,11 @@ impl Role {
             Self::NodeApi => "node-api",
             Self::TerminalGateway => "terminal-gateway",
             Self::Entities => "entities",
+            Self::Billing => "billing",
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
             Self::NotificationRelay => "notification-relay",
+            Self::Webhook => "webhook",
         }
     }
 }
@@ -141,6 +151,12 @@ pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
     if roles.contains(&Role::Entities) != roles.contains(&Role::OutboxRelay) {
         bail!("the roles entities and outbox-relay go together: name both or neither");
     }
+    // Accounts are charged where they live, each through its own mailbox; without the role nobody would charge them.
+    if roles.contains(&Role::Entities) != roles.contains(&Role::Billing) {
+        bail!(
+            "the roles entities and billing go together, since accounts are charged where they live: name both or neither"
+        );
+    }
     Ok(roles)
 }
 
@@ -162,6 +178,7 @@ impl Config {
             public_listen: address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443")?,
             node_listen: address("SVC_NODE_LISTEN", "0.0.0.0:9443")?,
             node_proxies: node_proxies(optional)?,
+            webhook_listen: address("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443")?,
             operations_listen: address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464")?,
             stats_token: internal_token("INTERNAL_STATS_TOKEN")?,
             terminal_url: optional("SVC_TERMINAL_URL").unwrap_or_else(|| terminal_url(&public_url)),
@@ -460,8 +477,15 @@ mod tests {
     }
 
     #[test]
-    fn entities_do_not_run_without_the_relay_that_speaks_for_them() {
-        assert!(parse_roles("entities").is_err());
-        assert!(parse_roles("entities,outbox-relay").is_ok());
+    fn entities_do_not_run_without_the_relay_that_speaks_for_them_or_without_who_charges_them() {
+        for (roles, missing) in [
+            ("entities,billing", "outbox-relay"),
+            ("entities,outbox-relay", "billing"),
+            ("billing", "entities and billing go together"),
+        ] {
+            let error = parse_roles(roles).unwrap_err().to_string();
+            assert!(error.contains(missing) && error.contains("name both or neither"), "{error}");
+        }
+        assert!(parse_roles("entities,billing,outbox-relay").is_ok());
     }
 }

@@ -310,6 +310,7 @@ mod tests {
             postings: Vec::new(),
             command: None,
             rests_on: Vec::new(),
+            patient: false,
         }
     }
 

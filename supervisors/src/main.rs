@@ -27,7 +27,7 @@ struct Arguments {
 enum Command {
     /// Runs the control plane; set up by SVC_* variables.
     Serve {
-        /// all, or any of api, node-api, terminal-gateway, entities, provisioning, outbox-relay, notification-relay.
+        /// all, or any of api, node-api, terminal-gateway, entities, billing, provisioning, outbox-relay, notification-relay.
         #[arg(long, env = "SVC_ROLES", default_value = "all")]
         roles: String,
     },

@@ -10,6 +10,7 @@ use crate::supervisor::{Supervisor, Work};
 use crate::traces::Traces;
 use crate::tree::{SHUTDOWN, TREE};
 use crate::trust;
+use crate::workers::accrual::Accrual;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
@@ -17,6 +18,7 @@ use crate::workers::notifications::Notifier;
 use crate::workers::payments::errands::Errands;
 use crate::workers::payments::reconciliation::Reconciler;
 use crate::workers::payments::told::Teller;
+use crate::workers::payments::webhooks::Webhooks;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::recordings::Retention;
@@ -54,7 +56,7 @@ use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
+use persistence::{Cluster, Committer, CommitterConfig, Loader, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
 use serde_json::json;
@@ -143,6 +145,7 @@ impl Process {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         edge::idempotency::COUNTERS.register(&registry)?;
+        edge::webhook::COUNTERS.register(&registry)?;
         let pool = open_database(&config).await?;
         let reads = Reads::new(pool.clone());
         let member = MemberId(Uuid::new_v4());
@@ -189,6 +192,7 @@ impl Process {
         let store = Durable {
             committer: committer.clone(),
             reads: reads.clone(),
+            loader: Loader::start(&reads),
             fenced: Arc::clone(&look),
             cluster: cluster.clone(),
             told,
@@ -324,8 +328,9 @@ impl Process {
             .map(|payments| Teller::new(self.directory.clone(), Arc::clone(&payments.processor), "payments"));
         let teller = teller.transpose()?;
         let errands = teller.clone().map(|teller| Errands::new(teller, turns.clone()));
+        let webhooks = teller.clone().map(|teller| Webhooks::new(teller, Arc::clone(&self.ring)));
         let (directory, reads) = (self.directory.clone(), self.reads.clone());
-        let reactor = Reactor::new(directory, reads, outbox, placer, errands, "provisioning")?;
+        let reactor = Reactor::new(directory, reads, outbox, placer, errands, webhooks, "provisioning")?;
         let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
@@ -334,6 +339,9 @@ impl Process {
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
+        let world = Arc::clone(&self.here) as Arc<dyn actors::ports::World>;
+        let accrual = Accrual::register(&self.registry, Arc::clone(&self.host), self.reads.clone(), world)?;
+        works.insert("accrual", work(&accrual, Accrual::run));
         works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
         works.insert("rest", work(&self.host, housekeeping::rest));
         let figures =
@@ -412,6 +420,7 @@ impl Process {
             client_authorities_pem: None,
             tickets: Some(Arc::new(tickets.under([0; 32]))),
         })?;
+        let tls = Arc::new(ArcSwap::from_pointee(tls));
         let mut listening = Vec::new();
         let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
             (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
@@ -424,8 +433,9 @@ impl Process {
                 "public-api",
                 Listening {
                     at: bind(config.public_listen).await?,
-                    tls: Arc::new(ArcSwap::from_pointee(tls)),
+                    tls: Arc::clone(&tls),
                     router,
+                    limits: ListenerLimits::default(),
                     connections: self.connections.clone(),
                     trust_domain: None,
                     proxies: None,
@@ -444,9 +454,26 @@ impl Process {
                     at: bind(config.node_listen).await?,
                     tls: self.keeper.acceptor.get_or_init(|| acceptor).config(),
                     router: edge::node_api::router(services.clone()),
+                    limits: ListenerLimits::default(),
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
                     proxies: self.keeper.proxies.get_or_init(|| proxies).clone(),
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        if config.roles.contains(&Role::Webhook) && services.payments.is_some() {
+            listening.push((
+                "webhook",
+                Listening {
+                    at: bind(config.webhook_listen).await?,
+                    tls,
+                    router: edge::webhook::router(services.clone()),
+                    limits: edge::webhook::listener_limits(),
+                    connections: self.connections.clone(),
+                    trust_domain: None,
+                    proxies: None,
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -518,6 +545,7 @@ struct Listening {
     at: std::net::TcpListener,
     tls: Arc<ArcSwap<ServerConfig>>,
     router: axum::Router,
+    limits: ListenerLimits,
     connections: Connections,
     trust_domain: Option<TrustDomain>,
     proxies: Option<Arc<Proxies>>,
@@ -531,7 +559,7 @@ impl Listening {
         let server = TlsServer {
             tls: Arc::clone(&self.tls),
             router: self.router.clone(),
-            limits: ListenerLimits::default(),
+            limits: self.limits.clone(),
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
             proxies: self.proxies.clone(),

@@ -52,6 +52,7 @@ pub const TREE: &[Row] = &[
     row("answers", "cluster", EVERY, ALWAYS, "answers other members' questions about this one"),
     row("entities", "root", &[Role::Entities], BOUNDED, "the shards that this member owns"),
     row("timers", "entities", &[Role::Entities], BOUNDED, "wakes entities whose deadline has come"),
+    row("accrual", "entities", &[Role::Billing], BOUNDED, "charges billing accounts whose window has ended"),
     row("orphans", "entities", &[Role::Entities], BOUNDED, "takes up events whose effect is overdue"),
     row("auditor", "entities", &[Role::Entities], BOUNDED, "checks what must always hold"),
     row("rest", "entities", &[Role::Entities], BOUNDED, "puts idle entities to sleep"),
@@ -90,6 +91,13 @@ pub const TREE: &[Row] = &[
         "HTTPS for users and administrators, and their terminals",
     ),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
+    row(
+        "webhook",
+        "edge",
+        &[Role::Webhook],
+        ALWAYS,
+        "HTTPS for what the payment processor says, where one is configured",
+    ),
     row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
     row(
         "nudges",

@@ -1,5 +1,6 @@
 //! What runs beside the entities: one file per worker.
 
+pub mod accrual;
 pub mod audit_seal;
 pub mod auditor;
 pub mod figures;

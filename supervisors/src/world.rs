@@ -11,7 +11,8 @@ use domain::policy::PolicyBook;
 use domain::{CommandId, Commit, EntityRef, Outcome, Timestamp};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::{Cluster, Committer, Reads};
+use persistence::loader::LoadError;
+use persistence::{Cluster, Committer, Loader, Reads};
 use prometheus::IntCounter;
 use std::sync::Arc;
 use tokio::sync::Notify;
@@ -60,6 +61,7 @@ impl World for Here {
 pub struct Durable {
     pub committer: Committer,
     pub reads: Reads,
+    pub loader: Loader,
     /// Told when a commit found that its shard is another's: the books should be read now.
     pub fenced: Arc<Notify>,
     pub told: EventFigures,
@@ -75,7 +77,10 @@ impl Store for Durable {
                     reason: "the fate of a transition that was sent is not known yet".to_owned(),
                 });
             }
-            self.reads.snapshot(entity).await.map_err(unreadable)
+            self.loader.load(entity).await.map_err(|error| match error {
+                LoadError::Store(error) => unreadable(&error),
+                LoadError::Ended => StoreError { reason: error.to_string() },
+            })
         }
         .boxed()
     }
@@ -99,14 +104,15 @@ impl Store for Durable {
     }
 
     fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
-        async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
+        async move { self.reads.command(id).await.map_err(|error| unreadable(&error)) }.boxed()
     }
 
     fn park(&self, entity: EntityRef, reason: String) -> BoxFuture<'_, Result<(), StoreError>> {
-        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(unreadable) }.boxed()
+        async move { self.cluster.park(entity, shard_of(entity.id), &reason).await.map_err(|error| unreadable(&error)) }
+            .boxed()
     }
 }
 
-fn unreadable(error: persistence::StoreError) -> StoreError {
+fn unreadable(error: &persistence::StoreError) -> StoreError {
     StoreError { reason: format!("{error}: {}", error.source) }
 }

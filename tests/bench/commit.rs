@@ -176,6 +176,7 @@ impl Ours {
                 consumes,
             }),
             rests_on: Vec::new(),
+            patient: false,
         };
         let outcome = self.committer.commit(commit).await;
         ensure!(outcome == Outcome::Applied, "{outcome:?}");

@@ -7,27 +7,27 @@ use tests::world::client::Client;
 use tests::world::{CURRENCY, Plan, REGION, World, id_of};
 use uuid::Uuid;
 
-const BALANCE: &str = "/api/v1/billing/balance";
+pub(crate) const BALANCE: &str = "/api/v1/billing/balance";
 
 /// A world whose windows last a second, and in which nobody has money.
-fn short_windows() -> Plan {
+pub(crate) fn short_windows() -> Plan {
     World::plan().penniless().policy("billing.window_seconds", 1)
 }
 
 /// A SKU at 36,000 minor units an hour, 10 a second, of which a node has 8 GPUs.
-async fn dear_sku(world: &mut World) {
+pub(crate) async fn dear_sku(world: &mut World) {
     let sku = world.offer("dear", 8).await;
     let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 36_000 } });
     let answer = world.admin.insist(reqwest::Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await;
     assert_eq!(answer.ok()["price"]["amount_minor_per_gpu_hour"], 36_000);
 }
 
-fn wanted(gpus: u32) -> Value {
+pub(crate) fn wanted(gpus: u32) -> Value {
     json!({ "sku": "dear", "region_code": REGION, "gpu_count": gpus })
 }
 
 /// All of the caller's postings, oldest first, read page by page.
-async fn postings(by: &Client) -> Vec<Value> {
+pub(crate) async fn postings(by: &Client) -> Vec<Value> {
     let (mut all, mut path) = (Vec::new(), "/api/v1/billing/ledger?limit=7".to_owned());
     loop {
         let page = by.get(&path).await.ok();
@@ -41,12 +41,12 @@ async fn postings(by: &Client) -> Vec<Value> {
     all
 }
 
-fn micro(value: &Value) -> i64 {
+pub(crate) fn micro(value: &Value) -> i64 {
     value.as_i64().unwrap_or_else(|| panic!("{value} is no amount"))
 }
 
 /// The user's own view of the ledger adds up to the millionth: numbers, running balances, and no while charged twice.
-async fn expect_exact(by: &Client) -> Vec<Value> {
+pub(crate) async fn expect_exact(by: &Client) -> Vec<Value> {
     let all = postings(by).await;
     let mut sum = 0;
     let mut starts = std::collections::BTreeSet::new();
@@ -92,7 +92,7 @@ async fn expect_statements(by: &Client, all: &[Value]) {
 }
 
 /// What an allocation that is over must have cost: its price from `active` to the release request.
-fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
+pub(crate) fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
     let time = |name: &str| -> chrono::DateTime<chrono::Utc> {
         allocation[name].as_str().unwrap_or_else(|| panic!("no {name} in {allocation}")).parse().unwrap()
     };
@@ -100,7 +100,7 @@ fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
     minor_per_hour * (micros("release_requested_at") - micros("active_at")) / 3600
 }
 
-fn cost(postings: &[Value], id: Uuid) -> (i64, i64) {
+pub(crate) fn cost(postings: &[Value], id: Uuid) -> (i64, i64) {
     let of_it = || postings.iter().filter(|it| it["allocation_id"] == id.to_string());
     let paid = of_it().map(|it| -micro(&it["change_micro"])).sum();
     let lost = of_it().filter(|it| it["kind"] == "write_off").map(|it| micro(&it["amount_micro"])).sum();
@@ -113,7 +113,7 @@ async fn verified(world: &World) {
 }
 
 /// How many events of that subject the stream has kept.
-async fn said(world: &World, subject: &str) -> usize {
+pub(crate) async fn said(world: &World, subject: &str) -> usize {
     let context = async_nats::jetstream::new(world.bus().await);
     let stream = context.get_stream("BILLING").await.expect("the stream is there");
     let mut subjects = stream.info_with_subjects(subject).await.expect("the stream tells its subjects");
@@ -229,7 +229,7 @@ async fn no_death_of_whoever_charges_costs_or_gives_a_millionth() {
 }
 
 /// `gpuaas ledger verify`, as an operator runs it.
-async fn expect_verified_by_the_program(world: &World) {
+pub(crate) async fn expect_verified_by_the_program(world: &World) {
     use secrecy::ExposeSecret as _;
     let output = tokio::process::Command::new(&world.settings.executable)
         .args(["ledger", "verify", "--json"])

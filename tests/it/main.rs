@@ -3,6 +3,8 @@
 
 mod audit;
 mod billing;
+mod billing_chaos;
+mod billing_faults;
 mod browser;
 mod cluster;
 mod docs_page;
@@ -21,6 +23,7 @@ mod node_life;
 mod notifications;
 mod observability;
 mod openapi;
+mod payments_processor;
 mod platform_roles;
 mod policy;
 mod probe;
@@ -45,3 +48,4 @@ mod terminal_bounds;
 mod terminal_page;
 mod tidy;
 mod tool;
+mod webhook;

@@ -128,8 +128,11 @@ async fn a_collector_is_sent_the_spans_of_a_request_at_its_edge_and_at_the_owner
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_process_shows_its_figures_health_and_stats_whatever_its_roles() {
-    let mut world =
-        World::plan().replicas(2).variable_of(1, "SVC_ROLES", "entities,outbox-relay,provisioning").start().await;
+    let mut world = World::plan()
+        .replicas(2)
+        .variable_of(1, "SVC_ROLES", "entities,billing,outbox-relay,provisioning")
+        .start()
+        .await;
     let node = world.node("h100").await;
     let allocation = world.rent("h100", 2).await;
     allocation.expect_state("active").await;

@@ -146,6 +146,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        // Without a payment processor nobody has said anything.
+        one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),
         both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
         ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
         // Without a payment processor nobody has paid.

@@ -21,6 +21,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::missing_panics_doc)]
 
 pub mod client;
+pub mod clock;
+pub mod desk;
 mod end;
 pub mod gpuctl;
 pub mod hand;
@@ -29,6 +31,7 @@ pub mod line;
 mod logs;
 pub mod machine;
 pub mod notifications;
+pub mod payments;
 mod plan;
 pub mod recovering;
 mod store;
@@ -37,6 +40,7 @@ pub mod tenants;
 pub mod terminal;
 
 use client::Client;
+use clock::Clock;
 use domain::Shard;
 pub use end::Declared;
 use nix::sys::signal::{Signal, kill};
@@ -90,6 +94,10 @@ pub struct World {
     pub authority: Authority,
     /// The database, as its owner.
     pub pool: PgPool,
+    /// Of every replica, where the plan asked for one.
+    pub service_clock: Option<Clock>,
+    /// Of Postgres, likewise.
+    pub postgres_clock: Option<Clock>,
     /// Through the balancer, as an administrator.
     pub admin: Client,
     /// Through the balancer, as `admin2`: no status of a SKU changes on one person's word.
@@ -98,6 +106,8 @@ pub struct World {
     pub user: Client,
     /// Through the balancer, as `user2`.
     pub other_user: Client,
+    /// Who processes payments, where the plan says so.
+    payments: Option<payments::Payments>,
     agent_settings: AgentSettings,
     /// How every replica is started.
     pub settings: ReplicaSettings,

@@ -42,6 +42,8 @@ pub struct Commit {
     pub command: Option<CommandRecord>,
     /// Others that must not have changed.
     pub rests_on: Vec<Footing>,
+    /// Nobody waits for it, and there may be thousands at once: written behind what somebody waits for.
+    pub patient: bool,
 }
 
 /// How the history begins to say why, where a transition keeps that a command was refused, and nothing of the command.

@@ -270,6 +270,7 @@ impl Notice {
             | Event::RefundFailed { .. }
             | Event::PaymentReversed { .. }
             | Event::ReversalUndone { .. }
+            | Event::ProcessorEventDue { .. }
             | Event::DevicesReserved { .. }
             | Event::TenantReady { .. }
             | Event::TenantFailed { .. }

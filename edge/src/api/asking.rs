@@ -59,7 +59,7 @@ macro_rules! rights {
     )+};
 }
 
-rights! { AdjustBilling, SeeBilling, SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
+rights! { AdjustBilling, SeeBilling, SettleProcessorEvents, SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {

@@ -191,6 +191,8 @@ texts! {
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
             && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
+    /// An id of the payment processor's.
+    ProcessorId: 255, "letters, digits and underscores", r"^[A-Za-z0-9_]+$", |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.
     KeyId: 64, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));

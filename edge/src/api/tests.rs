@@ -24,4 +24,5 @@ mod ssh_keys;
 mod statements;
 mod terminal_page;
 mod till;
+mod webhooks;
 mod world;

@@ -72,6 +72,14 @@ impl Job {
     }
 }
 
+/// What goes into one statement at most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limit {
+    pub(super) transitions: usize,
+    /// One transition may have more: then it goes alone.
+    pub(super) postings: usize,
+}
+
 /// Of a batch's requests, so many are named in a line of log.
 const NAMED: usize = 16;
 
@@ -95,15 +103,17 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Takes from what is waiting, oldest first, up to `limit`. A second transition of an entity, or a second use of a command
+    /// Takes from what is waiting, oldest first, up to the limit. A second transition of an entity, or a second use of a command
     /// id, stays for the next batch; who no longer waits for the answer is left out.
-    pub(super) fn take(waiting: &mut VecDeque<Job>, limit: usize, sequences: &Sequences) -> Self {
-        let mut jobs = Vec::with_capacity(waiting.len().min(limit));
+    pub(super) fn take(waiting: &mut VecDeque<Job>, limit: Limit, sequences: &Sequences) -> Self {
+        let mut jobs = Vec::with_capacity(waiting.len().min(limit.transitions));
+        let mut postings = 0;
         let mut entities = HashSet::with_capacity(jobs.capacity());
         let mut commands = HashSet::with_capacity(jobs.capacity());
         let mut stay = VecDeque::new();
         while let Some(job) = waiting.pop_front() {
-            if jobs.len() == limit {
+            postings += job.commit.postings.len();
+            if jobs.len() == limit.transitions || (postings > limit.postings && !jobs.is_empty()) {
                 stay.push_back(job);
                 break;
             }

@@ -1,6 +1,7 @@
 //! One worker: a queue, a connection of its own, and the reading of what went wrong.
 
-use super::batch::{BATCH, Batch, Job};
+use super::batch::{BATCH, Batch};
+use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
 use crate::outbox::OutboxRow;
 use domain::commit::Outcome;
@@ -88,42 +89,31 @@ impl Worker {
         Self { config, options, metrics, published, status, link }
     }
 
-    /// Serves until `stop` says so and the queue is empty.
-    pub(super) async fn run(mut self, mut queue: mpsc::Receiver<Job>, mut stop: watch::Receiver<bool>) {
-        let mut waiting = VecDeque::new();
-        let limit = self.config.batch.max(1);
-        let mut arrived = Vec::new();
+    /// Serves until `stop` says so and the queues are empty.
+    pub(super) async fn run(mut self, mut queues: Queues, mut stop: watch::Receiver<bool>) {
         loop {
-            if waiting.is_empty() {
+            if queues.len() == 0 {
                 let resolves_at = self.resolves_at();
-                let taken = tokio::select! {
+                let more = tokio::select! {
                     biased;
                     // Nobody has to wait for the next batch to learn what became of the last one.
                     () = sleep_until(resolves_at.unwrap_or_else(Instant::now)), if resolves_at.is_some() => None,
-                    _ = stop.wait_for(|stop| *stop), if !queue.is_closed() => {
-                        queue.close();
+                    _ = stop.wait_for(|stop| *stop), if !queues.are_closed() => {
+                        queues.close();
                         continue;
                     }
-                    taken = queue.recv_many(&mut arrived, limit) => Some(taken),
+                    more = queues.wait() => Some(more),
                 };
-                match taken {
+                match more {
                     // What went wrong is said there.
                     None => drop(self.connect().await),
-                    Some(0) => break,
-                    Some(_) => waiting.extend(arrived.drain(..)),
+                    Some(false) => break,
+                    Some(true) => {}
                 }
             }
-            // Twice the batch is enough to fill it beside those that must stay.
-            while waiting.len() < 2 * limit {
-                match queue.try_recv() {
-                    Ok(job) => waiting.push_back(job),
-                    Err(_) => break,
-                }
-            }
-            let before = waiting.len();
-            let batch = Batch::take(&mut waiting, limit, &self.config.sequences);
+            let (batch, taken) = queues.take();
             self.commit(batch).await;
-            self.metrics.waiting.sub(i64::try_from(before - waiting.len()).unwrap_or(0));
+            self.metrics.waiting.sub(i64::try_from(taken).unwrap_or(0));
         }
         if let Link::Up { connection, .. } = self.link {
             // The server notices a closed socket as well.

@@ -7,6 +7,7 @@ use domain::id::{CommandId, EntityRef, Kind, NodeId, Shard, SkuId};
 use domain::machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
+use std::collections::{HashMap, HashSet};
 use uuid::Uuid;
 
 /// An entity as it was last committed.
@@ -88,7 +89,27 @@ const COLUMNS: &str =
     "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at FROM entity";
 
 impl Reads {
-    /// What the shell loads: version and body.
+    /// What shells load: version and body, of those that there are.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn snapshots(&self, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
+        let query = sqlx::query("SELECT id, kind, version, body::text FROM entity WHERE id = ANY ($1)")
+            .bind(entities.iter().map(|entity| entity.id).collect::<Vec<_>>());
+        let rows = self.kept.fetch_all(query).await.doing("loading entities")?;
+        // One of another kind is not the one that was asked for.
+        let wanted: HashSet<_> = entities.iter().copied().collect();
+        let mut found = HashMap::with_capacity(rows.len());
+        for row in &rows {
+            let (entity, snapshot) = snapshot_row(row).doing("loading entities")?;
+            if let Some(entity) = entity.filter(|entity| wanted.contains(entity)) {
+                found.insert(entity, snapshot);
+            }
+        }
+        Ok(found)
+    }
+
+    /// The same, of one.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -292,6 +313,13 @@ pub(super) fn kind(row: &PgRow) -> Result<Kind, sqlx::Error> {
 
 pub(super) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
     u8::try_from(row.try_get::<i16, _>("shard")?).map(Shard).map_err(damaged)
+}
+
+fn snapshot_row(row: &PgRow) -> Result<(Option<EntityRef>, Snapshot), sqlx::Error> {
+    let (id, kind): (Uuid, &str) = (row.try_get(0)?, row.try_get(1)?);
+    // A kind that a newer release writes is none that was asked for.
+    let entity = Kind::parse(kind).map(|kind| EntityRef { kind, id });
+    Ok((entity, Snapshot { version: row.try_get(2)?, body: row.try_get(3)? }))
 }
 
 fn entity_row(row: &PgRow) -> Result<EntityRow, sqlx::Error> {

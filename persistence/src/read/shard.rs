@@ -42,13 +42,14 @@ pub struct Orphans {
 }
 
 impl Reads {
-    /// Entities of these shards whose tick is due at `now`, but for those of `except`, longest due first.
+    /// Entities of these shards and kinds whose tick is due at `now`, but for those of `except`, longest due first.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn due(
         &self,
         shards: &[Shard],
+        kinds: &[Kind],
         now: Timestamp,
         except: &[Uuid],
         limit: u32,
@@ -60,7 +61,7 @@ impl Reads {
         )
         .bind(numbers(shards))
         .bind(now)
-        .bind(kinds())
+        .bind(kinds.iter().map(|kind| kind.as_str()).collect::<Vec<_>>())
         .bind(i64::from(limit))
         .bind(except)
         .fetch_all(&self.pool)

@@ -1,9 +1,11 @@
 //! Every outcome of a commit, and that nothing is written beside a transition that did not pass.
 
+use crate::postgres::Database;
 use crate::world::{World, at, bare, command, create, event, next};
 use domain::commit::{Commit, Done, Epoch, Footing, Outcome};
 use domain::id::{EventId, Kind, MemberId, Shard};
 use domain::machine::Keys;
+use persistence::CommitterConfig;
 use sqlx::Row;
 use std::time::Duration;
 use uuid::Uuid;
@@ -190,6 +192,34 @@ async fn in_one_batch_the_fenced_the_stale_and_the_repeated_stop_nobody_else() {
     assert!(matches!(outcomes[3], Outcome::Duplicate(_)));
     assert_eq!(outcomes[4], Outcome::Applied);
     assert_eq!(world.rows().await, [3; 6]);
+}
+
+#[tokio::test]
+async fn what_somebody_waits_for_is_behind_one_batch_of_what_can_wait_at_most() {
+    let one_worker = |config: &mut CommitterConfig| (config.workers, config.batch) = (1, 16);
+    let world = World::with(Database::fresh().await, one_worker).await;
+    let answered = std::sync::atomic::AtomicUsize::new(0);
+    let place = |commit: Commit| {
+        let (world, answered) = (&world, &answered);
+        async move {
+            assert_eq!(world.commit(&commit).await, Outcome::Applied);
+            answered.fetch_add(1, std::sync::atomic::Ordering::SeqCst)
+        }
+    };
+    let patient = |n| place(Commit { patient: true, ..create(n) });
+    let holder = world.hold_shards().await;
+    let held = async {
+        world.until_blocked(1).await;
+        let release = async {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            holder.rollback().await.unwrap();
+        };
+        futures::join!(futures::future::join_all((1..=160).map(patient)), place(create(500)), release)
+    };
+    let (_, (many, soon, ())) = futures::join!(patient(0), held);
+    assert!(soon <= 17, "{soon} were written before it");
+    assert_eq!(many.iter().max(), Some(&161), "and in the end all");
+    assert_eq!(world.rows().await, [162; 6]);
 }
 
 #[tokio::test]

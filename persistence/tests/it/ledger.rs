@@ -1,11 +1,13 @@
 //! The ledger: written with the transition or not at all, never changed, and added up.
 
+use crate::postgres::Database;
 use crate::world::{World, bare, create, next};
 use domain::commit::{Commit, Outcome};
 use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId};
 use domain::ledger::{Posting, PostingKind, Source, Usage};
 use domain::machine::Timestamp;
 use domain::money::{Currency, Micro};
+use persistence::CommitterConfig;
 use persistence::read::{LedgerFilter, LedgerPlace, LedgerSum};
 use uuid::Uuid;
 
@@ -48,6 +50,27 @@ fn account(n: u32, balance: i64, postings: Vec<Posting>) -> Commit {
 fn then(before: &Commit, balance: i64, count: i64, postings: Vec<Posting>) -> Commit {
     let snapshot = format!(r#"{{"balance": {balance}, "postings": {count}}}"#);
     Commit { snapshot, postings, ..bare(next(before)) }
+}
+
+#[tokio::test]
+async fn what_can_wait_is_written_so_many_postings_at_a_time() {
+    let change = |config: &mut CommitterConfig| (config.workers, config.patient_postings) = (1, 5);
+    let world = World::with(Database::fresh().await, change).await;
+    let two = || vec![posting(1, PostingKind::Credit, 1, 1), posting(2, PostingKind::Credit, 1, 2)];
+    let patient = |n| Commit { patient: true, ..account(n, 2, two()) };
+    let holder = world.hold_shards().await;
+    let (first, rest) = (patient(0), (1..10).map(patient).collect::<Vec<_>>());
+    let release = async {
+        world.until_blocked(1).await;
+        let release = async {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            holder.rollback().await.unwrap();
+        };
+        futures::future::join(world.commit_all(&rest), release).await
+    };
+    let (first, (rest, ())) = futures::future::join(world.commit(&first), release).await;
+    assert!(rest.iter().chain([&first]).all(|outcome| *outcome == Outcome::Applied), "{rest:?}");
+    assert_eq!((world.batches(), world.count("ledger").await), ((6, 10.0), 20), "one, and then two by two");
 }
 
 #[tokio::test]

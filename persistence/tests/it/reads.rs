@@ -8,7 +8,7 @@ use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, S
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
 use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
-use persistence::sweep;
+use persistence::{Loader, sweep};
 use std::time::Duration;
 use uuid::Uuid;
 
@@ -71,6 +71,22 @@ async fn the_shell_loads_version_and_body_of_its_own_kind() {
     let mut other = commit.entity;
     other.kind = Kind::Node;
     assert_eq!(world.reads().snapshot(other).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn of_a_thousand_that_are_loaded_at_once_each_gets_its_own_and_who_is_not_there_nothing() {
+    let world = World::new().await;
+    let commits: Vec<Commit> =
+        (0..1000).map(|n| Commit { snapshot: format!(r#"{{"n": {n}}}"#), ..create(n) }).collect();
+    world.commit_all(&commits[..900]).await;
+    let loader = Loader::start(&world.reads());
+    let loaded = futures::future::join_all(commits.iter().map(|commit| loader.load(commit.entity))).await;
+    for (n, (loaded, commit)) in loaded.into_iter().zip(&commits).enumerate() {
+        let expected = (n < 900).then(|| Snapshot { version: 1, body: commit.snapshot.clone() });
+        assert_eq!(loaded.unwrap(), expected, "{n}");
+    }
+    let of_another_kind = EntityRef { kind: Kind::Node, ..commits[0].entity };
+    assert_eq!(loader.load(of_another_kind).await.unwrap(), None);
 }
 
 #[tokio::test]
@@ -180,10 +196,10 @@ async fn due_deadlines_come_by_shard_and_longest_due_first() {
     ];
     world.commit_all(&commits).await;
     let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
-    let due = world.reads().due(&shards, now, &[], 10).await.unwrap();
+    let due = world.reads().due(&shards, &Kind::ALL, now, &[], 10).await.unwrap();
     assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
-    assert_eq!(world.reads().due(&shards, now, &[], 1).await.unwrap().len(), 1);
-    let without = world.reads().due(&shards, now, &[commits[1].entity.id], 1).await.unwrap();
+    assert_eq!(world.reads().due(&shards, &Kind::ALL, now, &[], 1).await.unwrap().len(), 1);
+    let without = world.reads().due(&shards, &Kind::ALL, now, &[commits[1].entity.id], 1).await.unwrap();
     assert_eq!(without[0].reason, "reason 1", "what is passed over takes nobody's place");
     let overdue = world.reads().overdue(now, 1).await.unwrap();
     assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));

@@ -158,6 +158,7 @@ pub(crate) fn create(n: u32) -> Commit {
         postings: Vec::new(),
         command: Some(command(None)),
         rests_on: Vec::new(),
+        patient: false,
     }
 }
 

@@ -37,6 +37,7 @@ pub struct Postgres {
     password: SecretString,
     ca_path: PathBuf,
     log: PathBuf,
+    environment: Vec<(String, String)>,
     process: Option<ChildProcess>,
 }
 
@@ -44,6 +45,15 @@ impl Postgres {
     /// Starts a server with empty data in `folder`, removing the data of an earlier one there, with a certificate from
     /// `authority` and the database [`DATABASE`] made.
     pub async fn start(folder: &Path, authority: &Authority) -> anyhow::Result<Self> {
+        Self::start_in(folder, authority, Vec::new()).await
+    }
+
+    /// The same, with further variables in the server's environment.
+    pub async fn start_in(
+        folder: &Path,
+        authority: &Authority,
+        environment: Vec<(String, String)>,
+    ) -> anyhow::Result<Self> {
         let programs = find_programs()?;
         let account = account()?;
         let home = Home::create(folder, account)?;
@@ -64,6 +74,7 @@ impl Postgres {
             password,
             ca_path: authority.certificate_path().to_owned(),
             log: folder.join("postgres.log"),
+            environment,
             process: None,
         };
         let mut attempts = 0;
@@ -175,7 +186,7 @@ impl Postgres {
             "max_connections=300",
             "log_line_prefix=%m [%p] %q%u@%d ",
         ];
-        Launch::new("postgres", self.programs.join("postgres"), &self.log)
+        let launch = Launch::new("postgres", self.programs.join("postgres"), &self.log)
             .argument("-D")
             .argument(self.home.path.join("data"))
             .argument("-p")
@@ -184,8 +195,8 @@ impl Postgres {
             .variable("LC_ALL", "C")
             .account(self.account)
             // Fast shutdown: ends the sessions, writes a checkpoint.
-            .stop_signal(Signal::SIGINT)
-            .spawn()
+            .stop_signal(Signal::SIGINT);
+        self.environment.iter().fold(launch, |launch, (name, value)| launch.variable(name, value)).spawn()
     }
 
     /// SIGKILL to the server, as a crash of it. `start_again` recovers from the write-ahead log.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 
 /// The pause after a first failure; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -18,22 +18,33 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Failures that are remembered. Beyond it the one that is due the soonest is forgotten, which costs a try.
 const REMEMBERED: usize = 4096;
 
-/// Looks for items turn by turn and works on them, `at_once` at a time. `look` is given what is to be passed over; `work` says whether
-/// its item is done with.
+/// How much at a time.
+#[derive(Clone, Copy, Debug)]
+pub struct Pacing {
+    /// From one look to the next.
+    pub each: Duration,
+    /// Items that are worked on at the same time.
+    pub at_once: usize,
+    /// A look that finds so many may have left some: the next one does not wait for its turn. (Beyond it, a look finds a whole turn's work.)
+    pub full: usize,
+}
+
+/// Looks for items turn by turn and works on them. `look` is given what is to be passed over; `work` says whether its item is done with.
 pub async fn run<K, T, W>(
-    turn: Duration,
-    at_once: usize,
+    pacing: Pacing,
     mut look: impl FnMut(Vec<K>) -> BoxFuture<'static, Vec<(K, T)>>,
     work: impl Fn(T) -> W,
 ) where
     K: Ord + Copy + Send + 'static,
     W: Future<Output = bool> + Send + 'static,
 {
-    let mut clock = interval(turn);
+    let Pacing { each, at_once, full } = pacing;
+    let mut clock = interval(each);
     clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut pace = Pace::default();
     let mut under_way = JoinSet::new();
     let mut found = VecDeque::new();
+    let mut more = false;
     loop {
         tokio::select! {
             Some(ended) = under_way.join_next() => {
@@ -43,7 +54,10 @@ pub async fn run<K, T, W>(
                 }
             }
             // What was found before comes first.
-            _ = clock.tick(), if found.is_empty() => found.extend(look(pace.passed_over(Instant::now())).await),
+            () = next(&mut clock, more), if found.is_empty() => {
+                found.extend(look(pace.passed_over(Instant::now())).await);
+                more = found.len() >= full;
+            }
         }
         while under_way.len() < at_once
             && let Some((key, item)) = found.pop_front()
@@ -54,6 +68,11 @@ pub async fn run<K, T, W>(
             }
         }
     }
+}
+
+/// The next turn; the present one where it has `more`.
+async fn next(clock: &mut Interval, more: bool) {
+    if more { clock.reset() } else { drop(clock.tick().await) }
 }
 
 /// What is under way, and what has failed and waits.
@@ -114,6 +133,8 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};
 
+    const QUARTERS: Pacing = Pacing { each: Duration::from_millis(250), at_once: 8, full: 100 };
+
     const HANGS: u32 = 1;
     const FAILS: u32 = 2;
     const PANICS: u32 = 3;
@@ -140,7 +161,7 @@ mod tests {
                 }
             }
         };
-        let turns = run(Duration::from_millis(250), 8, look, work);
+        let turns = run(QUARTERS, look, work);
         assert!(tokio::time::timeout(Duration::from_secs(10), turns).await.is_err());
         let tried = tried.lock().unwrap().clone();
         let at = |item| tried.iter().filter(|(tried, _)| *tried == item).map(|(_, at)| *at).collect::<Vec<_>>();
@@ -175,10 +196,29 @@ mod tests {
                 }
                 async move { over }
             };
-            let turns = run(Duration::from_millis(250), 8, look, work);
+            let turns = run(QUARTERS, look, work);
             assert!(tokio::time::timeout(outage + Duration::from_secs(11), turns).await.is_err());
             assert!(done.lock().unwrap().is_some(), "an outage of {outage:?}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_one_look_cannot_hold_waits_for_no_turn() {
+        let begin = Instant::now();
+        let mut left = 1000_u32;
+        let done: Arc<Mutex<Vec<Duration>>> = Arc::default();
+        let look = move |_| {
+            let found: Vec<_> = (left.saturating_sub(100)..left).map(|item| (item, item)).collect();
+            left -= u32::try_from(found.len()).unwrap();
+            async move { found }.boxed()
+        };
+        let work = |_| {
+            done.lock().unwrap().push(begin.elapsed());
+            async { true }
+        };
+        assert!(tokio::time::timeout(Duration::from_secs(1), run(QUARTERS, look, work)).await.is_err());
+        let done = done.lock().unwrap();
+        assert_eq!((done.len(), done.iter().max()), (1000, Some(&Duration::ZERO)));
     }
 
     #[test]

@@ -1,12 +1,12 @@
-//! Wakes entities whose time has come. The owner of a shard reads the deadline index, so that a deadline fires without its actor
+//! Wakes entities whose time has come, but for billing accounts. The owner of a shard reads the deadline index, so that a deadline fires without its actor
 //! having been awake, and survives any restart.
 
-use super::pace;
-use actors::{AskError, Asked, Host};
+use super::pace::{self, Pacing};
+use actors::{Answered, AskError, Asked, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::id::Visitor;
-use domain::{Action, EntityRef, Machine, Permit, Principal};
+use domain::{Action, EntityRef, Kind, Machine, Permit, Principal};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::Reads;
@@ -15,13 +15,14 @@ use std::time::Duration;
 use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
-/// How late a deadline may fire.
-const TURN: Duration = Duration::from_millis(200);
+const PACING: Pacing = Pacing {
+    // How late a deadline may fire.
+    each: Duration::from_millis(200),
+    at_once: 128,
+    full: IN_ONE_LOOK as usize,
+};
 
-/// Due entities in one turn; the rest are due at the next.
-const IN_ONE_TURN: u32 = 512;
-
-const AT_ONCE: usize = 128;
+const IN_ONE_LOOK: u32 = 512;
 
 /// Ticks what is due, turn by turn.
 ///
@@ -35,7 +36,7 @@ pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
         let tick = Tick { host: Arc::clone(&host), permit: permit.clone(), entity };
         entity.kind.visit(tick)
     };
-    pace::run(TURN, AT_ONCE, look, work).await;
+    pace::run(PACING, look, work).await;
     Ok(())
 }
 
@@ -44,13 +45,18 @@ async fn look(host: Arc<Host>, reads: Reads, passed_over: Vec<Uuid>) -> Vec<(Uui
     if shards.is_empty() {
         return Vec::new();
     }
-    match reads.due(&shards, Utc::now(), &passed_over, IN_ONE_TURN).await {
+    match reads.due(&shards, &kinds(), Utc::now(), &passed_over, IN_ONE_LOOK).await {
         Ok(due) => due.into_iter().map(|due| (due.entity.id, due.entity)).collect(),
         Err(error) => {
             tracing::warn!(error = %error, "could not read the deadlines");
             Vec::new()
         }
     }
+}
+
+/// All but billing accounts, which come due by the thousand: [`super::accrual`] ticks them.
+fn kinds() -> Vec<Kind> {
+    Kind::ALL.iter().copied().filter(|kind| *kind != Kind::BillingAccount).collect()
 }
 
 struct Tick {
@@ -70,23 +76,24 @@ impl Visitor for Tick {
             let correlation_id = format!("timer-{}", Uuid::now_v7());
             let span = error_span!("timer", correlation_id, resource_name = %entity);
             let asked = Asked::new(&permit, correlation_id, Utc::now() + TimeDelta::seconds(5)).urgently();
-            async {
-                match host.ask::<M>(entity.id, M::tick(), asked).await {
-                    // One that stays as it is stays due, and is not to be asked at every turn.
-                    Ok(answered) => answered.written,
-                    // Shards that left are another's to wake.
-                    Err(AskError::NotOwner) => true,
-                    // Shown as such.
-                    Err(AskError::Parked { .. }) => false,
-                    Err(error) => {
-                        tracing::info!("a due entity could not be woken: {error}");
-                        false
-                    }
-                }
-            }
-            .instrument(span)
-            .await
+            async { moved_on(host.ask::<M>(entity.id, M::tick(), asked).await) }.instrument(span).await
         }
         .boxed()
+    }
+}
+
+/// Whether what was due is so no more, or is another's.
+pub(super) fn moved_on<R, J: std::fmt::Display>(answer: Result<Answered<R>, AskError<J>>) -> bool {
+    match answer {
+        // One that stays as it is stays due, and is not to be asked at every turn.
+        Ok(answered) => answered.written,
+        // Shards that left are another's to wake.
+        Err(AskError::NotOwner) => true,
+        // Shown as such.
+        Err(AskError::Parked { .. }) => false,
+        Err(error) => {
+            tracing::info!("a due entity could not be woken: {error}");
+            false
+        }
     }
 }

@@ -1,7 +1,9 @@
 //! How a world is set up, and its start.
 
 use super::client::Client;
+use super::clock::Clock;
 use super::line::Line;
+use super::payments::Payments;
 use super::{CREDIT, Declared, GPUS, World, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
@@ -42,6 +44,10 @@ pub struct Plan {
     binaries: Option<PathBuf>,
     /// Who begins with money.
     funded: Vec<String>,
+    /// Whether somebody processes payments, and whether its webhooks arrive.
+    processor: Option<bool>,
+    /// Whether the replicas, and Postgres, have a clock of their own.
+    own_clocks: (bool, bool),
 }
 
 impl Default for Plan {
@@ -53,6 +59,8 @@ impl Default for Plan {
             own_variables: Vec::new(),
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
+            processor: None,
+            own_clocks: (false, false),
         }
     }
 }
@@ -75,6 +83,18 @@ impl Plan {
         self
     }
 
+    /// With a payment processor ([`World::processor`]).
+    pub fn with_processor(mut self) -> Self {
+        self.processor = Some(true);
+        self
+    }
+
+    /// The same, and none of its webhooks arrives.
+    pub fn with_unheard_processor(mut self) -> Self {
+        self.processor = Some(false);
+        self
+    }
+
     /// A variable of every replica's environment.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_owned(), value.to_owned()));
@@ -84,6 +104,18 @@ impl Plan {
     /// A variable of one replica's environment.
     pub fn variable_of(mut self, replica: usize, name: &str, value: &str) -> Self {
         self.own_variables.push((replica, name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// The replicas have a clock that the test puts on and back.
+    pub fn service_clock(mut self) -> Self {
+        self.own_clocks.0 = true;
+        self
+    }
+
+    /// Postgres has one.
+    pub fn postgres_clock(mut self) -> Self {
+        self.own_clocks.1 = true;
         self
     }
 
@@ -115,9 +147,13 @@ impl Plan {
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let clock = |wanted: bool, name: &str| wanted.then(|| Clock::new(&run.join(name))).transpose();
+        let service_clock = clock(self.own_clocks.0, "service-clock")?;
+        let postgres_clock = clock(self.own_clocks.1, "postgres-clock")?;
+        let environment = postgres_clock.as_ref().map(Clock::variables).unwrap_or_default();
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (postgres, nats, identity) = tokio::try_join!(
-            Postgres::start(&postgres_folder, &authority),
+            Postgres::start_in(&postgres_folder, &authority, environment),
             Nats::start(&nats_folder, &authority, users.collect()),
             IdentityProvider::start(),
         )?;
@@ -125,6 +161,10 @@ impl Plan {
             sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
 
+        let mut payments = match self.processor {
+            Some(_) => Some(Payments::start(&folder.join("processor"), &authority).await?),
+            None => None,
+        };
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
         let node_balancer = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
@@ -142,7 +182,12 @@ impl Plan {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
             stats_token: files::random_hex(32).into(),
-            variables: self.variables.clone(),
+            variables: service_clock
+                .iter()
+                .flat_map(Clock::variables)
+                .chain(payments.iter().flat_map(Payments::variables))
+                .chain(self.variables)
+                .collect(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
         let starting =
@@ -154,6 +199,9 @@ impl Plan {
                 async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
             });
         let replicas = try_join_all(starting).await?;
+        if let (Some(payments), Some(true)) = (&mut payments, self.processor) {
+            payments.tell(&replicas).await?;
+        }
 
         let agent_settings = AgentSettings {
             executable: agent,
@@ -173,6 +221,7 @@ impl Plan {
         let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
         let (user, other_user) = (caller("user")?, caller("user2")?);
         secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
+        secrets.extend(payments.iter().flat_map(Payments::secrets));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -187,10 +236,13 @@ impl Plan {
             postgres,
             authority,
             pool,
+            service_clock,
+            postgres_clock,
             admin,
             second_admin,
             user,
             other_user,
+            payments,
             agent_settings,
             stats_token: settings.stats_token.expose_secret().to_owned(),
             settings,

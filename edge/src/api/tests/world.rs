@@ -209,9 +209,14 @@ impl World {
         Self::with(targets, None).await
     }
 
+    /// Whose users can pay.
+    pub(super) async fn with_payments(payments: Payments) -> Self {
+        Self::with(ProbeTargets::default(), Some(payments)).await
+    }
+
     /// Whose users pay at this till.
     pub(super) async fn with_till(till: &Till) -> Self {
-        Self::with(ProbeTargets::default(), Some(till.payments())).await
+        Self::with_payments(till.payments()).await
     }
 
     async fn with(targets: ProbeTargets, payments: Option<Payments>) -> Self {

@@ -1,0 +1,332 @@
+//! The accounts, and the part of a replica that charges them.
+
+use super::OF_ONE;
+use actors::ports::{Effects, Term, World};
+use actors::{Asked, Host, HostConfig, place};
+use anyhow::{Context, ensure};
+use chrono::{DurationRound, TimeDelta, Utc};
+use domain::again::Again;
+use domain::authz::authorize;
+use domain::billing_account::{BillingAccount, Command, Holder, Meter, Run, Window};
+use domain::commit::{Commit, Epoch, Outcome, Timer};
+use domain::ledger::{Posting, PostingKind};
+use domain::money::{Currency, Micro, Price, Rate};
+use domain::policy::PolicyBook;
+use domain::{
+    Action, AllocationId, BillingAccountId, Effect, EntityRef, Kind, Machine, MemberId, PaymentId, Permit, Principal,
+    Timestamp,
+};
+use futures::StreamExt;
+use hdrhistogram::Histogram;
+use persistence::committer::CommitterMetrics;
+use persistence::{Cluster, Committer, CommitterConfig, Loader, Reads};
+use prometheus::Registry;
+use sqlx::PgPool;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use supervisors::figures::EventFigures;
+use supervisors::workers::accrual::Accrual;
+use supervisors::world::Durable;
+use tokio::sync::{Notify, mpsc};
+use uuid::Uuid;
+
+const WINDOW: TimeDelta = TimeDelta::seconds(60);
+
+/// Minor units: more than all the windows cost.
+const BALANCE: i64 = 50_000_000;
+
+/// Accounts of those who ask for something meanwhile, and the pause between two of their commands.
+const ASKERS: usize = 16;
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// How long a window may take.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub struct Ours {
+    pool: PgPool,
+    committer: Committer,
+    host: Arc<Host>,
+    clock: Arc<Clock>,
+    registry: Registry,
+    accounts: usize,
+    windows: AtomicU64,
+    askers: Vec<BillingAccount>,
+    deposits: AtomicI64,
+    permit: Permit,
+}
+
+/// What somebody waited; in milliseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Waited {
+    pub p50: f64,
+    pub p99: f64,
+}
+
+/// The machine's clock, put on by whole windows.
+struct Clock {
+    put_on: AtomicI64,
+}
+
+impl Clock {
+    fn read(&self) -> Timestamp {
+        let now = Utc::now() + TimeDelta::microseconds(self.put_on.load(Ordering::SeqCst));
+        now.duration_trunc(TimeDelta::microseconds(1)).unwrap_or(now)
+    }
+}
+
+impl World for Clock {
+    fn now(&self) -> Timestamp {
+        self.read()
+    }
+
+    fn seed(&self) -> u128 {
+        rand::random()
+    }
+
+    fn policy(&self) -> Arc<PolicyBook> {
+        Arc::default()
+    }
+}
+
+struct Nothing;
+
+impl Effects for Nothing {
+    fn perform(&self, _: Effect) {}
+}
+
+impl Ours {
+    pub async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
+        let me = MemberId(Uuid::now_v7());
+        let cluster = Cluster::new(pool.clone());
+        let shards = cluster.take_over(me, &cluster.shards().await?, Duration::ZERO).await?;
+        let registry = Registry::new();
+        let (publish, mut published) = mpsc::channel(1024);
+        // The relay's place: rows are taken and dropped.
+        tokio::spawn(async move { while published.recv().await.is_some() {} });
+        let metrics = CommitterMetrics::register(&registry)?;
+        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let reads = Reads::new(pool.clone());
+        let store = Durable {
+            committer: committer.clone(),
+            reads: reads.clone(),
+            loader: Loader::start(&reads),
+            fenced: Arc::new(Notify::new()),
+            told: EventFigures::register(&registry)?,
+            cluster,
+        };
+        let clock = Arc::new(Clock { put_on: AtomicI64::new(0) });
+        let world = Arc::clone(&clock) as Arc<dyn World>;
+        let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(Nothing), Arc::clone(&world));
+        ensure!(shards.len() == 256, "{} shards were taken", shards.len());
+        for (shard, epoch) in shards {
+            host.open(Term { shard, epoch }, None).await?;
+        }
+        let began_at = clock.read();
+        let mut all = funded(accounts, began_at)?;
+        let askers: Vec<_> = funded(ASKERS, began_at)?.into_iter().map(without_meters).collect();
+        all.extend(askers.iter().cloned());
+        let opened = futures::stream::iter(all.iter().map(|account| open(&committer, &host, account)));
+        let opened: Vec<_> = opened.buffer_unordered(1024).collect().await;
+        opened.into_iter().collect::<anyhow::Result<()>>()?;
+        sqlx::query("VACUUM ANALYZE").execute(&pool).await?;
+        sqlx::query("CHECKPOINT").execute(&pool).await?;
+        let accrual = Accrual::register(&registry, Arc::clone(&host), reads, world)?;
+        tokio::spawn(accrual.run());
+        let permit = authorize(&Principal::system("bench"), Action::Advance)?;
+        let (windows, deposits) = (AtomicU64::new(0), AtomicI64::new(0));
+        Ok(Self { pool, committer, host, clock, registry, accounts, windows, askers, deposits, permit })
+    }
+
+    /// A window ends: how long until the last account is charged.
+    pub async fn window(&self) -> anyhow::Result<Duration> {
+        let windows = self.windows.fetch_add(1, Ordering::SeqCst) + 1;
+        let charged = windows * self.accounts as u64;
+        let began = Instant::now();
+        self.clock.put_on.fetch_add(WINDOW.num_microseconds().context("it is short")?, Ordering::SeqCst);
+        while self.count("billing_accrual_late_seconds").0 < charged {
+            ensure!(began.elapsed() < PATIENCE, "the window of {} accounts does not end", self.accounts);
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        Ok(began.elapsed())
+    }
+
+    /// What commands wait for so long, while nothing is due.
+    pub async fn asking(&self, each: Duration) -> anyhow::Result<Waited> {
+        let enough = AtomicBool::new(false);
+        let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
+            tokio::time::sleep(each).await;
+            enough.store(true, Ordering::SeqCst);
+            anyhow::Ok(())
+        })?;
+        Ok(waited)
+    }
+
+    pub async fn asking_beside_a_window(&self) -> anyhow::Result<Waited> {
+        let enough = AtomicBool::new(false);
+        let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
+            self.window().await?;
+            enough.store(true, Ordering::SeqCst);
+            anyhow::Ok(())
+        })?;
+        Ok(waited)
+    }
+
+    async fn ask_until(&self, enough: &AtomicBool) -> anyhow::Result<Waited> {
+        let asking = self.askers.iter().map(|account| async move {
+            let mut micros = Histogram::<u64>::new(3)?;
+            while !enough.load(Ordering::SeqCst) {
+                let asked = Instant::now();
+                self.deposit(account).await?;
+                micros.record(u64::try_from(asked.elapsed().as_micros())?)?;
+                tokio::time::sleep(PAUSE).await;
+            }
+            anyhow::Ok(micros)
+        });
+        let mut micros = Histogram::<u64>::new(3)?;
+        for one in futures::future::try_join_all(asking).await? {
+            micros.add(one)?;
+        }
+        let milliseconds = |quantile| micros.value_at_quantile(quantile) as f64 / 1000.0;
+        Ok(Waited { p50: milliseconds(0.5), p99: milliseconds(0.99) })
+    }
+
+    async fn deposit(&self, account: &BillingAccount) -> anyhow::Result<()> {
+        let command = Command::Deposit {
+            payment_id: PaymentId(Uuid::now_v7()),
+            holder: account.holder.clone(),
+            currency: account.currency.clone(),
+            amount_minor: 1,
+        };
+        let asked = Asked::new(&self.permit, "bench", self.clock.read() + TimeDelta::seconds(10));
+        self.host.ask::<BillingAccount>(account.id.0, command, asked).await?;
+        self.deposits.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Every allocation was charged for each window, and it all adds up.
+    pub async fn check(&self) -> anyhow::Result<()> {
+        let windows = i64::try_from(self.windows.load(Ordering::SeqCst))?;
+        let charged: (i64, i64) =
+            sqlx::query_as("SELECT count(*), count(DISTINCT (allocation, used_from)) FROM ledger WHERE kind = 'usage'")
+                .fetch_one(&self.pool)
+                .await?;
+        let expected = windows * i64::try_from(self.accounts * OF_ONE)?;
+        ensure!(charged == (expected, expected), "{charged:?} postings of {windows} windows, not {expected}");
+        let report = Reads::new(self.pool.clone()).verify_ledger().await?;
+        ensure!(report.holds(), "the ledger: {:?}", report.disagreements.first());
+        let paid_in = i64::try_from(self.accounts + ASKERS)? + self.deposits.load(Ordering::SeqCst);
+        ensure!(i64::try_from(report.postings)? == expected + paid_in, "{} postings in all", report.postings);
+        self.committer.close().await;
+        Ok(())
+    }
+
+    pub async fn server_version(&self) -> anyhow::Result<String> {
+        Ok(sqlx::query_scalar("SHOW server_version").fetch_one(&self.pool).await?)
+    }
+
+    /// Transitions in one statement.
+    pub fn batch_mean(&self) -> f64 {
+        let (statements, transitions) = self.count("commit_batch_transitions");
+        transitions / (statements as f64).max(1.0)
+    }
+
+    /// Count and sum of a histogram.
+    fn count(&self, name: &str) -> (u64, f64) {
+        let families = self.registry.gather();
+        let family = families.iter().find(|family| family.name() == name);
+        let histogram =
+            family.and_then(|family| family.get_metric().first().map(|metric| metric.get_histogram().clone()));
+        histogram.map_or((0, 0.0), |histogram| (histogram.get_sample_count(), histogram.get_sample_sum()))
+    }
+}
+
+/// So many accounts, each with allocations that have just become active; whose are whose is mixed, as it comes about in time.
+fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAccount>> {
+    let price = Price::new("EUR", 249)?;
+    let balance = Micro::of_minor(BALANCE).context("so much can be counted")?;
+    let mut allocations: Vec<Vec<AllocationId>> = vec![Vec::new(); accounts];
+    for n in 0..accounts * OF_ONE {
+        allocations[n % accounts].push(AllocationId(Uuid::now_v7()));
+    }
+    let account = |allocations: Vec<AllocationId>| {
+        let user_id = Uuid::new_v4().to_string();
+        let meter = |id| {
+            let run = Run {
+                from: began_at,
+                billed_until: began_at,
+                charged: Micro::ZERO,
+                written_off: Micro::ZERO,
+                cut_at: None,
+            };
+            let rate = Rate::of(&price, 1);
+            (id, Meter { user_id: user_id.clone(), rate, held: Micro::ZERO, run: Some(run) })
+        };
+        let meters: BTreeMap<_, _> = allocations.into_iter().map(meter).collect();
+        BillingAccount {
+            id: BillingAccountId(Uuid::new_v4()),
+            holder: Holder::User(user_id.clone()),
+            currency: price.currency.clone(),
+            balance,
+            postings: 1,
+            meters,
+            ended: BTreeMap::new(),
+            window: Some(Window { began_at, ends_at: began_at + WINDOW }),
+            is_low: false,
+            depletion: None,
+            // Long active: it asks how its allocations stand once an hour.
+            again: Some(Again::first(began_at - TimeDelta::days(2)).next(began_at)),
+            moved: BTreeMap::new(),
+            refunded: BTreeMap::new(),
+            opened_at: began_at,
+        }
+    };
+    Ok(allocations.into_iter().map(account).collect())
+}
+
+fn without_meters(account: BillingAccount) -> BillingAccount {
+    BillingAccount { meters: BTreeMap::new(), window: None, again: None, ..account }
+}
+
+/// Its first commit: it is there, and was given its balance.
+async fn open(committer: &Committer, host: &Host, account: &BillingAccount) -> anyhow::Result<()> {
+    let shard = place::shard_of(account.id.0);
+    let given = Posting {
+        number: 1,
+        kind: PostingKind::Credit,
+        amount: account.balance,
+        currency: account.currency.clone(),
+        balance: account.balance,
+        usage: None,
+        source: None,
+        reason: Some("to spend".to_owned()),
+    };
+    let commit = Commit {
+        entity: EntityRef { kind: Kind::BillingAccount, id: account.id.0 },
+        shard,
+        epoch: host.term(shard).map_or(Epoch(0), |term| term.epoch),
+        expected_version: 0,
+        snapshot: serde_json::to_string(account)?,
+        from_state: None,
+        to_state: account.state(),
+        keys: account.keys(),
+        timer: account.timer().map(|wake_at| Timer { wake_at, deadline_at: None, reason: String::new() }),
+        at: account.opened_at,
+        command_name: "open",
+        why: "opened by an operator".to_owned(),
+        actor: "system:bench".to_owned(),
+        correlation_id: "bench".to_owned(),
+        traceparent: None,
+        tracestate: None,
+        audit: Vec::new(),
+        outbox: Vec::new(),
+        postings: vec![given],
+        command: None,
+        rests_on: Vec::new(),
+        patient: false,
+    };
+    let outcome = committer.commit(commit).await;
+    ensure!(outcome == Outcome::Applied, "{outcome:?}");
+    Ok(())
+}
