@@ -23,6 +23,8 @@ mod node_life;
 mod notifications;
 mod observability;
 mod openapi;
+mod payment_page;
+mod payments;
 mod payments_processor;
 mod platform_roles;
 mod policy;

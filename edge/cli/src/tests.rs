@@ -40,6 +40,9 @@ fn what_is_no_command_line_ends_with_2() {
         "gpuctl billing statement 2026-11 --to file",
         "gpuctl billing statement 2026-11 --as docx",
         "gpuctl billing ledger --from yesterday",
+        "gpuctl billing top-up --amount 0",
+        "gpuctl billing top-up --amount 1e3",
+        "gpuctl billing refund --amount 1 --reason r",
         "gpuctl --output xml whoami",
         "gpuctl --idempotency-key= whoami",
     ] {
