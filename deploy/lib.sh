@@ -240,6 +240,18 @@ from_pypi() {
 # The programs that look at the API's contract from outside.
 ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
 
+# The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
+ensure_processor() {
+    local missing=() source=$root/deploy/localstripe-source.txt folder=$tools/localstripe
+    need_python
+    [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
+    from_pypi localstripe deploy/localstripe.txt "Payments need"
+    ! cmp -s "$source" "$folder/source.txt" || return 0
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
+        --require-hashes --requirement "$source" || fail "PyPI cannot be reached. Payments need localstripe."
+    cp "$source" "$folder/source.txt"
+}
+
 # Adds to the caller's `missing` what a Python with virtual environments needs.
 need_python() {
     python3 -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || missing+=(python3 python3-venv)
@@ -285,6 +297,7 @@ ensure_test_tools() {
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
+    ensure_processor
     ensure_proxies
     ensure_faketime
     from_npm browser playwright-core "what drives the browser"

@@ -37,6 +37,14 @@ REFUSED_FOR_ITS_MEANING = [
     # A policy value may allow less than the description does.
     r"^`queue_seconds` must be a whole number from 0 to \d+",
     r"^`amount_minor` must be from -\d+ to \d+, and not 0; policy",
+    # The same of a payment, and of what is left of it.
+    r"^`amount_minor` must be a whole number from \d+ to \d+(; policies|, which is left)",
+    # Two fields of which one is given.
+    r"^A refund is of a payment or of an allocation",
+    # To JSON Schema 10.0 is a whole number; money is counted in digits.
+    r"^Field `amount_minor` cannot be read: invalid type, expected a whole number",
+    # No pattern tells all that is no address.
+    r"^Field `(success|cancel)_url` cannot be read",
     # A form that this installation does not have.
     r"^This installation publishes no package",
 ]

@@ -4,8 +4,8 @@ use actors::AskError;
 use domain::money::HIGHEST_BALANCE_MINOR;
 use domain::policy::{Bounds, Key};
 use domain::{
-    allocation, announcement, billing_account, bindings, key_set, node, payment, policy, runtime, service_account, sku,
-    tenant, terminal_session,
+    allocation, announcement, billing_account, bindings, key_set, node, payment, policy, processor_event, runtime,
+    service_account, sku, tenant, terminal_session,
 };
 
 use crate::error::{ApiError, Code};
@@ -381,6 +381,23 @@ impl Explain for payment::Rejection {
     }
 }
 
+impl Explain for processor_event::Rejection {
+    fn explain(self) -> ApiError {
+        use processor_event::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("event of the payment processor"),
+            R::Differs => ApiError::invalid_request(
+                "Another event came under this id before, and that one is kept; an event's id is never used twice.",
+            )
+            .detail("field", "id"),
+            R::WrongState { state } => conflict(format!(
+                "The event is {state}: only one that is dead, or retrying, waits for an operator's word."
+            ))
+            .detail("state", state),
+        }
+    }
+}
+
 impl Explain for bindings::Rejection {
     fn explain(self) -> ApiError {
         match self {
@@ -643,6 +660,13 @@ mod tests {
             payment::Rejection::TooManyRefunds,
         ] {
             row(&mut table, "payment", &rejection.explain());
+        }
+        for rejection in [
+            processor_event::Rejection::NotFound,
+            processor_event::Rejection::Differs,
+            processor_event::Rejection::WrongState { state: "processed".into() },
+        ] {
+            row(&mut table, "processor event", &rejection.explain());
         }
         row(&mut table, "platform role", &bindings::Rejection::NotBound.explain());
         for rejection in [

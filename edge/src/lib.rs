@@ -42,6 +42,7 @@ pub mod terminal;
 pub mod tls;
 pub mod token;
 mod unreadable;
+pub mod webhook;
 mod websocket;
 
 #[cfg(test)]

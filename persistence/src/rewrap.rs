@@ -1,8 +1,8 @@
 //! What is sealed under which key of the key ring, and the way to another: everything that is sealed, wherever it lies.
 //!
-//! Three places hold sealed values: the tables `secret` and `recording` (of each recording its own key, under which its chunks are sealed),
-//! whose rows are sealed anew here, each by itself, and allocations (the request as it came in), which are entities: those are only found
-//! here, and sealed anew by a command like every other change. So a run that is interrupted anywhere goes on with what is left.
+//! Two tables hold sealed values, `secret` and `recording` (of each recording its own key, under which its chunks are sealed), whose rows are
+//! sealed anew here, each by itself; and so do entities ([`IN_ENTITIES`]): those are only found here, and sealed anew by a command like every
+//! other change. So a run that is interrupted anywhere goes on with what is left.
 
 use crate::envelope::{EnvelopeError, KeyRing, Place};
 use crate::error::{Doing, StoreError};
@@ -10,7 +10,7 @@ use crate::recordings::key_place;
 use crate::secrets::{SecretError, place};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::AllocationId;
+use domain::{EntityRef, Kind};
 use sqlx::postgres::PgRow;
 use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;
@@ -18,6 +18,35 @@ use std::sync::Arc;
 use uuid::Uuid;
 
 const RECORDINGS_AT_ONCE: i64 = 200;
+
+/// The first characters of a sealed value in base64, which hold the id of its key, whatever that is.
+const HEAD: i32 = 92;
+
+/// A value of an entity that is sealed, in base64.
+#[derive(Clone, Copy, Debug)]
+pub struct SealedField {
+    pub kind: Kind,
+    /// Where it lies in the entity's body.
+    path: &'static [&'static str],
+}
+
+/// What entities hold that is sealed: allocations the request as it came in, and what the payment processor said as it came.
+pub const IN_ENTITIES: [SealedField; 2] = [
+    SealedField { kind: Kind::Allocation, path: &["asked", "scheduler_request_enc"] },
+    SealedField { kind: Kind::ProcessorEvent, path: &["body_enc"] },
+];
+
+impl SealedField {
+    fn place<'a>(&self, row: &'a str) -> Place<'a> {
+        Place { table: "entity", column: self.path.last().copied().unwrap_or_default(), row }
+    }
+}
+
+/// What the body of the payment processor's event is sealed for, by the entity's id.
+#[must_use]
+pub const fn body_place(row: &str) -> Place<'_> {
+    Place { table: "entity", column: "body_enc", row }
+}
 
 /// How many values are sealed under a key.
 pub type Sealed = BTreeMap<String, u64>;
@@ -29,10 +58,10 @@ pub struct Rewrap {
     ring: Arc<KeyRing>,
 }
 
-/// An allocation's request that another key than the active one has sealed.
+/// An entity's value that another key than the active one has sealed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outdated {
-    pub id: AllocationId,
+    pub entity: EntityRef,
     /// Base64.
     pub sealed: String,
 }
@@ -79,11 +108,15 @@ impl Rewrap {
                  UNION ALL
                  SELECT convert_from(substring(bytes FROM 3 FOR get_byte(bytes, 1)), 'UTF8')
                  FROM (
-                     SELECT decode(body #>> '{asked,scheduler_request_enc}', 'base64') AS bytes FROM entity
+                     SELECT decode(left(body #>> '{asked,scheduler_request_enc}', $1), 'base64') AS bytes FROM entity
                      WHERE kind = 'allocation' AND body #>> '{asked,scheduler_request_enc}' IS NOT NULL
-                 ) AS requests
+                     UNION ALL
+                     SELECT decode(left(body #>> '{body_enc}', $1), 'base64') FROM entity
+                     WHERE kind = 'processor_event' AND body #>> '{body_enc}' IS NOT NULL
+                 ) AS in_entities
              ) AS sealed GROUP BY key_id",
         )
+        .bind(HEAD)
         .fetch_all(&self.pool)
         .await
         .doing("counting sealed values")?;
@@ -185,38 +218,46 @@ impl Rewrap {
         }
     }
 
-    /// Allocations whose request another key than the active one has sealed, in the order of their ids, after `after`.
+    /// Entities whose value another key than the active one has sealed, in the order of their ids, after `after`.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn outdated(&self, after: Option<AllocationId>, limit: u32) -> Result<Vec<Outdated>, StoreError> {
-        let mark = self.ring.mark();
+    pub async fn outdated(
+        &self,
+        field: SealedField,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Vec<Outdated>, StoreError> {
+        const DOING: &str = "reading sealed values of entities";
+        let (kind, mark) = (field.kind, self.ring.mark());
         let rows = sqlx::query(
-            "SELECT id, body #>> '{asked,scheduler_request_enc}' AS sealed FROM entity
-             WHERE kind = 'allocation' AND body #>> '{asked,scheduler_request_enc}' IS NOT NULL AND id > $1
-               AND substring(decode(body #>> '{asked,scheduler_request_enc}', 'base64') FROM 1 FOR $2) <> $3
-             ORDER BY id LIMIT $4",
+            "SELECT id, body #>> $2 AS sealed FROM entity
+             WHERE kind = $1 AND body #>> $2 IS NOT NULL AND id > $3
+               AND substring(decode(left(body #>> $2, $4), 'base64') FROM 1 FOR $5) <> $6
+             ORDER BY id LIMIT $7",
         )
-        .bind(after.map_or(Uuid::nil(), |id| id.0))
+        .bind(kind.as_str())
+        .bind(field.path)
+        .bind(after.unwrap_or(Uuid::nil()))
+        .bind(HEAD)
         .bind(i32::try_from(mark.len()).unwrap_or(i32::MAX))
         .bind(mark)
         .bind(i64::from(limit))
         .fetch_all(&self.pool)
         .await;
-        let outdated =
-            |row: &PgRow| Ok(Outdated { id: AllocationId(row.try_get("id")?), sealed: row.try_get("sealed")? });
-        let rows = rows.doing("reading sealed requests")?;
-        rows.iter().map(outdated).collect::<Result<_, sqlx::Error>>().doing("reading sealed requests")
+        let outdated = |row: &PgRow| {
+            Ok(Outdated { entity: EntityRef { kind, id: row.try_get("id")? }, sealed: row.try_get("sealed")? })
+        };
+        rows.doing(DOING)?.iter().map(outdated).collect::<Result<_, sqlx::Error>>().doing(DOING)
     }
 
-    /// The same request, sealed under the active key.
+    /// The same value, sealed under the active key.
     ///
     /// # Errors
     /// [`EnvelopeError`]
-    pub fn reseal(&self, outdated: &Outdated) -> Result<String, EnvelopeError> {
-        let row = outdated.id.to_string();
-        let place = Place { table: "entity", column: "scheduler_request_enc", row: &row };
+    pub fn reseal(&self, field: SealedField, outdated: &Outdated) -> Result<String, EnvelopeError> {
+        let row = outdated.entity.id.to_string();
         let sealed = STANDARD.decode(&outdated.sealed).map_err(|_| EnvelopeError::Refused)?;
-        Ok(STANDARD.encode(self.ring.reseal(&place, &sealed)?))
+        Ok(STANDARD.encode(self.ring.reseal(&field.place(&row), &sealed)?))
     }
 }

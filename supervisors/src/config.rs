@@ -30,6 +30,8 @@ pub struct Config {
     pub node_listen: SocketAddr,
     /// Who stands in front of the node API, if anybody does.
     pub node_proxies: Option<NodeProxies>,
+    /// Where the payment processor sends its events.
+    pub webhook_listen: SocketAddr,
     /// Where operators and their tools ask for figures, in clear.
     pub operations_listen: SocketAddr,
     /// Lets the operator's tools read this process's stats.
@@ -93,6 +95,8 @@ pub enum Role {
     OutboxRelay,
     /// Tells people of events.
     NotificationRelay,
+    /// Takes in what the payment processor says.
+    Webhook,
 }
 
 impl Role {
@@ -105,6 +109,7 @@ impl Role {
         Self::Provisioning,
         Self::OutboxRelay,
         Self::NotificationRelay,
+        Self::Webhook,
     ];
 
     #[must_use]
@@ -118,6 +123,7 @@ impl Role {
             Self::Provisioning => "provisioning",
             Self::OutboxRelay => "outbox-relay",
             Self::NotificationRelay => "notification-relay",
+            Self::Webhook => "webhook",
         }
     }
 }
@@ -172,6 +178,7 @@ impl Config {
             public_listen: address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443")?,
             node_listen: address("SVC_NODE_LISTEN", "0.0.0.0:9443")?,
             node_proxies: node_proxies(optional)?,
+            webhook_listen: address("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443")?,
             operations_listen: address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464")?,
             stats_token: internal_token("INTERNAL_STATS_TOKEN")?,
             terminal_url: optional("SVC_TERMINAL_URL").unwrap_or_else(|| terminal_url(&public_url)),

@@ -25,6 +25,7 @@ use main_job::{Listener, MainJob};
 use nats::{Nats, NatsUser};
 use pki::Authority;
 use postgres::Postgres;
+use processor::PaymentProcessor;
 use replica::{Listens, Replica, ReplicaSettings};
 
 pub mod agents;
@@ -38,6 +39,7 @@ pub mod nats;
 pub mod pki;
 pub mod postgres;
 pub mod process;
+pub mod processor;
 pub mod replica;
 
 /// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.
@@ -110,7 +112,9 @@ struct Dev {
     replicas: Vec<Replica>,
     public: Balancer,
     node: Balancer,
+    webhook: Balancer,
     identity: IdentityProvider,
+    processor: PaymentProcessor,
     nats: Nats,
     postgres: Postgres,
     authority: Authority,
@@ -146,18 +150,22 @@ impl Dev {
         let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
-        let (postgres, nats, identity) = tokio::try_join!(
+        let (processor_folder, processor_log) = (folder.join("localstripe"), logs.join("localstripe.log"));
+        let (postgres, nats, identity, mut processor) = tokio::try_join!(
             Postgres::start(&postgres_folder, &authority),
             Nats::start(&nats_folder, &authority, users.collect()),
             IdentityProvider::start(),
+            PaymentProcessor::start(&processor_folder, &processor_log, authority.certificate_path()),
         )?;
         let place = postgres.data_folder().display();
         clock.lap(&format!("Postgres on port {} (data in {place})", postgres.port()));
         clock.lap(&format!("NATS on port {}, identity provider at {}", nats.port(), identity.auth_url()));
+        clock.lap(&format!("payment processor (localstripe) at {}", processor.url()));
 
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
         let node = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
+        let webhook = Balancer::start(listens.iter().map(|listens| listens.webhook).collect()).await?;
         let key_ring_path = run.join("key-ring");
         KeyRing::create(&key_ring_path)?;
         let settings = ReplicaSettings {
@@ -173,6 +181,7 @@ impl Dev {
             node_public_url: format!("https://{}", node.address()),
             stats_token: files::random_hex(32).into(),
             variables: std::iter::once((REFRESH_TOKEN.to_owned(), files::random_hex(32)))
+                .chain(processor.variables(main_job::CURRENCY))
                 .chain(HANDED_ON.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
                 .collect(),
         };
@@ -182,6 +191,7 @@ impl Dev {
             async move { Replica::start(name, settings, nats_url?, listens).await }
         });
         let replicas = try_join_all(starting).await?;
+        processor.send_webhooks_to(&format!("https://{}{}", webhook.address(), edge::webhook::PATH)).await?;
         clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
 
         let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
@@ -209,7 +219,9 @@ impl Dev {
             replicas,
             public,
             node,
+            webhook,
             identity,
+            processor,
             nats,
             postgres,
             authority,
@@ -229,13 +241,12 @@ impl Dev {
         clock.lap("admin, admin2 and user logged in");
         self.make_room(&admin, args.nodes, &clock).await?;
         let admin_subjects = [subject(&self.identity, "admin")?, subject(&self.identity, "admin2")?];
-        let user_subject = subject(&self.identity, "user")?;
         let job = MainJob {
             admin: &admin,
             second_admin: &second_admin,
             admin_subjects,
             user: &user,
-            user_subject,
+            processor: &self.processor,
             listener: &clock,
         };
         let sku = job.offer(&self.agent_settings).await?;
@@ -245,7 +256,8 @@ impl Dev {
         let onboarding = names.iter().zip(&settings).map(|(name, settings)| job.onboard(name, &sku, settings));
         let onboarded = try_join_all(onboarding).await?;
         self.agents.extend(onboarded.into_iter().map(|(_, agent)| agent));
-        job.give_credit().await?;
+        job.pay_in().await?;
+        main_job::top_up(&self.api("user2").await?, "user2", &self.processor, &clock).await?;
         job.rent_and_return(&sku, u32::from(args.gpus.div_ceil(2))).await
     }
 
@@ -291,6 +303,7 @@ impl Dev {
             String::new(),
             format!("  public API         https://{}", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
+            format!("  webhooks           https://{}{}", self.webhook.address(), edge::webhook::PATH),
             format!("  a terminal         https://{}/terminal/ALLOCATION_ID, in a browser", self.public.address()),
         ];
         for replica in &self.replicas {
@@ -299,6 +312,7 @@ impl Dev {
             lines.push(format!("  {name:<18} {public}, nodes {node}, pid {pid}"));
         }
         lines.push(format!("  identity provider  {}", self.identity.issuer()));
+        lines.push(format!("  payment processor  {} (localstripe)", self.processor.url()));
         for username in ["admin", "admin2", "user", "user2"] {
             if let Some(person) = self.identity.person(username) {
                 lines.push(format!("  {username:<18} password {}", person.password.expose_secret()));
@@ -321,8 +335,11 @@ impl Dev {
         loop {
             let replicas = self.replicas.iter_mut().map(|replica| (replica.is_running(), replica.name().to_owned()));
             let agents = self.agents.iter_mut().map(|agent| (agent.is_running(), agent.name().to_owned()));
-            let stores =
-                [(self.postgres.is_running(), "Postgres".to_owned()), (self.nats.is_running(), "NATS".to_owned())];
+            let stores = [
+                (self.postgres.is_running(), "Postgres".to_owned()),
+                (self.nats.is_running(), "NATS".to_owned()),
+                (self.processor.is_running(), "localstripe".to_owned()),
+            ];
             for (running, name) in replicas.chain(agents).chain(stores) {
                 if !running && told.insert(name.clone()) {
                     say(&format!("{name} has ended."));
@@ -342,6 +359,7 @@ impl Dev {
             let _ = files::remove_folder(folder);
         }
         futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
+        self.processor.stop().await;
         self.nats.stop().await;
         self.postgres.stop().await;
     }
@@ -389,6 +407,10 @@ pub fn variables(
     env.set("SVC_REALM", identity::REALM);
     let given_on = settings.variables.iter().find(|(name, _)| name == REFRESH_TOKEN);
     env.set(REFRESH_TOKEN, given_on.map(|(_, value)| value.clone()).context("the replicas have a refresh token")?);
+    // Where somebody pays, and what signs the processor's webhooks.
+    for (name, value) in settings.variables.iter().filter(|(name, _)| name.starts_with("SVC_PAYMENTS_")) {
+        env.set(name, value);
+    }
     env.set("SVC_CLIENT_ID", identity::CLIENT_ID);
     env.set("SVC_CLIENT_SECRET", exposed(identity.client_secret()));
     for (username, prefix, suffix) in [

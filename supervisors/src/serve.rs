@@ -18,6 +18,7 @@ use crate::workers::notifications::Notifier;
 use crate::workers::payments::errands::Errands;
 use crate::workers::payments::reconciliation::Reconciler;
 use crate::workers::payments::told::Teller;
+use crate::workers::payments::webhooks::Webhooks;
 use crate::workers::provisioning::Placer;
 use crate::workers::reactor::Reactor;
 use crate::workers::recordings::Retention;
@@ -144,6 +145,7 @@ impl Process {
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         edge::idempotency::COUNTERS.register(&registry)?;
+        edge::webhook::COUNTERS.register(&registry)?;
         let pool = open_database(&config).await?;
         let reads = Reads::new(pool.clone());
         let member = MemberId(Uuid::new_v4());
@@ -326,8 +328,9 @@ impl Process {
             .map(|payments| Teller::new(self.directory.clone(), Arc::clone(&payments.processor), "payments"));
         let teller = teller.transpose()?;
         let errands = teller.clone().map(|teller| Errands::new(teller, turns.clone()));
+        let webhooks = teller.clone().map(|teller| Webhooks::new(teller, Arc::clone(&self.ring)));
         let (directory, reads) = (self.directory.clone(), self.reads.clone());
-        let reactor = Reactor::new(directory, reads, outbox, placer, errands, "provisioning")?;
+        let reactor = Reactor::new(directory, reads, outbox, placer, errands, webhooks, "provisioning")?;
         let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
@@ -417,6 +420,7 @@ impl Process {
             client_authorities_pem: None,
             tickets: Some(Arc::new(tickets.under([0; 32]))),
         })?;
+        let tls = Arc::new(ArcSwap::from_pointee(tls));
         let mut listening = Vec::new();
         let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
             (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
@@ -429,8 +433,9 @@ impl Process {
                 "public-api",
                 Listening {
                     at: bind(config.public_listen).await?,
-                    tls: Arc::new(ArcSwap::from_pointee(tls)),
+                    tls: Arc::clone(&tls),
                     router,
+                    limits: ListenerLimits::default(),
                     connections: self.connections.clone(),
                     trust_domain: None,
                     proxies: None,
@@ -449,9 +454,26 @@ impl Process {
                     at: bind(config.node_listen).await?,
                     tls: self.keeper.acceptor.get_or_init(|| acceptor).config(),
                     router: edge::node_api::router(services.clone()),
+                    limits: ListenerLimits::default(),
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
                     proxies: self.keeper.proxies.get_or_init(|| proxies).clone(),
+                    stop: self.stop_listening.clone(),
+                    open: self.listeners.clone(),
+                },
+            ));
+        }
+        if config.roles.contains(&Role::Webhook) && services.payments.is_some() {
+            listening.push((
+                "webhook",
+                Listening {
+                    at: bind(config.webhook_listen).await?,
+                    tls,
+                    router: edge::webhook::router(services.clone()),
+                    limits: edge::webhook::listener_limits(),
+                    connections: self.connections.clone(),
+                    trust_domain: None,
+                    proxies: None,
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -523,6 +545,7 @@ struct Listening {
     at: std::net::TcpListener,
     tls: Arc<ArcSwap<ServerConfig>>,
     router: axum::Router,
+    limits: ListenerLimits,
     connections: Connections,
     trust_domain: Option<TrustDomain>,
     proxies: Option<Arc<Proxies>>,
@@ -536,7 +559,7 @@ impl Listening {
         let server = TlsServer {
             tls: Arc::clone(&self.tls),
             router: self.router.clone(),
-            limits: ListenerLimits::default(),
+            limits: self.limits.clone(),
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
             proxies: self.proxies.clone(),

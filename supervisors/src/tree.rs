@@ -91,6 +91,13 @@ pub const TREE: &[Row] = &[
         "HTTPS for users and administrators, and their terminals",
     ),
     row("node-api", "edge", &[Role::NodeApi], ALWAYS, "mutual TLS for node agents"),
+    row(
+        "webhook",
+        "edge",
+        &[Role::Webhook],
+        ALWAYS,
+        "HTTPS for what the payment processor says, where one is configured",
+    ),
     row("provider-keys", "edge", &[Role::Api], ALWAYS, "fetches the identity provider's keys when told to"),
     row(
         "nudges",

@@ -146,8 +146,17 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
+        // Without a payment processor nobody has said anything.
+        one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),
         both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
         ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
+        // Without a payment processor nobody has paid.
+        one("/api/v1/billing/payments/{id}", Uuid::nil()),
+        (
+            "/billing/checkout/{payment_id}",
+            vec![("{payment_id}", Uuid::nil().to_string()), ("{processor_id}", "pi_1".to_owned())],
+        ),
+        ("/billing/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),

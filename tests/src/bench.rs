@@ -2,6 +2,7 @@
 //! `target/bench/NAME.json` for machines.
 
 pub mod caller;
+pub mod encrypted;
 pub mod memory;
 pub mod postgres;
 

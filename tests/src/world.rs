@@ -22,6 +22,7 @@
 
 pub mod client;
 pub mod clock;
+pub mod desk;
 mod end;
 pub mod gpuctl;
 pub mod hand;
@@ -30,6 +31,7 @@ pub mod line;
 mod logs;
 pub mod machine;
 pub mod notifications;
+pub mod payments;
 mod plan;
 pub mod recovering;
 mod store;
@@ -104,6 +106,8 @@ pub struct World {
     pub user: Client,
     /// Through the balancer, as `user2`.
     pub other_user: Client,
+    /// Who processes payments, where the plan says so.
+    payments: Option<payments::Payments>,
     agent_settings: AgentSettings,
     /// How every replica is started.
     pub settings: ReplicaSettings,

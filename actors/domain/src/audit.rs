@@ -105,6 +105,8 @@ actions! {
     PaymentsCreate "payments.create": "somebody began to pay into an account: amount_minor, currency";
     PaymentsRefund "payments.refund": "a payer asked money back: refund_id, amount_minor, reason";
     PaymentsReverse "payments.reverse": "a refund or a dispute was made, or undone, at the payment processor: reversal_id, what, amount_minor";
+    ProcessorEventsRetry "processor_events.retry": "an operator had what the payment processor said worked on anew: event_id, event_type, reason";
+    ProcessorEventsDismiss "processor_events.dismiss": "an operator said that nothing follows from what the payment processor said: event_id, event_type, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";

@@ -167,6 +167,8 @@ pub enum Action {
     SeeBilling,
     /// Open billing accounts, give and take by a reason.
     AdjustBilling,
+    /// Have what the payment processor said tried anew, or dismiss it.
+    SettleProcessorEvents,
     /// Say something to everybody who listens.
     Announce,
     /// Bring money into one's own account, or one's organisation's.
@@ -185,7 +187,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -203,6 +205,7 @@ impl Action {
         Self::ReadRecordings,
         Self::SeeBilling,
         Self::AdjustBilling,
+        Self::SettleProcessorEvents,
         Self::Announce,
         Self::Pay,
         Self::AskMoneyBack,
@@ -227,7 +230,7 @@ impl Action {
             Self::SeeSkus => Rule::AdminOr(&[PlatformOperations, InventoryOwner]),
             Self::ApproveSkus => Rule::OneOf(&[PlatformOperations, InventoryOwner]),
             Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
-            Self::AdjustBilling => Rule::OneOf(&[BillingOperations]),
+            Self::AdjustBilling | Self::SettleProcessorEvents => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
             Self::Rent | Self::Release | Self::Pay | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,

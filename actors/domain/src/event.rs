@@ -8,7 +8,7 @@ use crate::allocation::{self, Placed};
 use crate::billing_account::{self, Holder};
 use crate::id::{
     AllocationId, AnnouncementId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PaymentId, PolicyId,
-    PolicyValueId, RefundId, SkuId, TerminalSessionId,
+    PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId,
 };
 use crate::key_set::Purpose;
 use crate::machine::Timestamp;
@@ -198,6 +198,11 @@ pub enum Event {
         holder: Holder,
         amount_minor: i64,
     },
+    /// The processor has paid it.
+    RefundSucceeded {
+        payment_id: PaymentId,
+        refund_id: RefundId,
+    },
     /// Something was taken back at the processor that was not asked here.
     PaymentReversed {
         payment_id: PaymentId,
@@ -213,6 +218,11 @@ pub enum Event {
         reversal_id: String,
         is_dispute: bool,
         amount_minor: i64,
+    },
+
+    /// The payment processor said something that nobody has heeded.
+    ProcessorEventDue {
+        processor_event_id: ProcessorEventId,
     },
 
     // The node speaks.
@@ -387,6 +397,8 @@ pub enum Reaction {
     Payment(PaymentId, payment::Command),
     /// The payments worker asks the payment processor, and tells the payment what it said.
     AskProcessor(Errand),
+    /// The payments worker reads what the payment processor said, and tells the payment that it concerns.
+    HeedProcessor(ProcessorEventId),
     /// The provisioning worker reads the user's keys and says which of them open the allocation.
     ResolveLogins {
         allocation_id: AllocationId,
@@ -446,8 +458,10 @@ impl Event {
             Self::RefundRequested { .. } => ("billing.refund_requested", Billing),
             Self::RefundDue { .. } => ("billing.refund_due", Billing),
             Self::RefundFailed { .. } => ("billing.refund_failed", Billing),
+            Self::RefundSucceeded { .. } => ("billing.refund_succeeded", Billing),
             Self::PaymentReversed { .. } => ("billing.payment_reversed", Billing),
             Self::ReversalUndone { .. } => ("billing.reversal_undone", Billing),
+            Self::ProcessorEventDue { .. } => ("billing.processor_event_due", Billing),
             Self::TenantFaulted { .. } => ("node.tenant_faulted", Nodes),
             Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
             Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
@@ -511,8 +525,12 @@ impl Event {
             | Self::RefundRequested { payment_id, .. }
             | Self::RefundDue { payment_id, .. }
             | Self::RefundFailed { payment_id, .. }
+            | Self::RefundSucceeded { payment_id, .. }
             | Self::PaymentReversed { payment_id, .. }
             | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: Kind::Payment, id: payment_id.0 },
+            Self::ProcessorEventDue { processor_event_id } => {
+                EntityRef { kind: Kind::ProcessorEvent, id: processor_event_id.0 }
+            }
             Self::NodeStateChanged { node_id, .. }
             | Self::TenantFaulted { node_id, .. }
             | Self::DevicesReserved { node_id, .. }
@@ -628,6 +646,7 @@ impl Event {
                 let errand = Errand::Refund { payment_id, refund_id, processor_id, amount_minor, currency };
                 Reaction::AskProcessor(errand)
             }
+            Self::ProcessorEventDue { processor_event_id } => Reaction::HeedProcessor(processor_event_id),
             Self::PaymentPaid { payment_id, holder, currency, amount_minor } => {
                 let command = ToAccount::Deposit { payment_id, holder: holder.clone(), currency, amount_minor };
                 Reaction::Billing { holder, command }
@@ -656,6 +675,7 @@ impl Event {
             | Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
             | Self::TrustChanged { .. }
+            | Self::RefundSucceeded { .. }
             | Self::Announced { .. } => Reaction::Nothing,
         }
     }
@@ -762,6 +782,8 @@ pub(crate) mod tests {
                 amount_minor: 1,
             },
             Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
+            Event::ProcessorEventDue { processor_event_id: ProcessorEventId(Uuid::from_u128(10)) },
+            Event::RefundSucceeded { payment_id, refund_id },
         ]
     }
 
@@ -815,6 +837,8 @@ pub(crate) mod tests {
             Event::PaymentReversed { .. } => 44,
             Event::ReversalUndone { .. } => 45,
             Event::Announced { .. } => 46,
+            Event::ProcessorEventDue { .. } => 47,
+            Event::RefundSucceeded { .. } => 48,
         }
     }
 
@@ -849,6 +873,7 @@ pub(crate) mod tests {
                 Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
                 Reaction::Payment(_, command) => format!("payment {}", command.name()),
                 Reaction::AskProcessor(errand) => format!("processor {}", errand.name()),
+                Reaction::HeedProcessor(_) => "heed the processor".to_owned(),
                 Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
                 Reaction::TellLogins { .. } => "tell logins".to_owned(),
                 Reaction::CloseTerminals { .. } => "close terminals".to_owned(),

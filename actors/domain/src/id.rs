@@ -80,6 +80,8 @@ typed_id! {
     PaymentId,
     /// What somebody asked back, of a payment or of an allocation's cost.
     RefundId,
+    /// What the payment processor told us under one id of its own.
+    ProcessorEventId,
 }
 
 macro_rules! kinds {
@@ -135,6 +137,8 @@ kinds! {
     Announcement = "announcement": crate::announcement::Announcement,
     /// Money that somebody brings in through the payment processor, and what goes back of it.
     Payment = "payment": crate::payment::Payment,
+    /// What the payment processor told us, once.
+    ProcessorEvent = "processor_event": crate::processor_event::ProcessorEvent,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

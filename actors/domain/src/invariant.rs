@@ -9,6 +9,7 @@ use crate::machine::{Machine, Timestamp};
 use crate::money::Micro;
 use crate::node::{HoldPhase, Life, Node};
 use crate::payment::{self, Payment, Refund};
+use crate::processor_event::ProcessorEvent;
 use crate::service_account::ServiceAccount;
 use crate::terminal_session::{SPENT, TerminalSession};
 use std::collections::{BTreeMap, BTreeSet};
@@ -100,6 +101,12 @@ pub fn payment_is_transient(payment: &Payment) -> bool {
         payment::Phase::Deposited { .. } => !payment.is_settled(),
         payment::Phase::Canceled { .. } | payment::Phase::Expired { .. } => false,
     }
+}
+
+/// Is something still to follow from what the processor said?
+#[must_use]
+pub const fn processor_event_is_transient(event: &ProcessorEvent) -> bool {
+    event.is_open()
 }
 
 /// I3, of payments: no more is given back on request than was paid, and beside what was taken at the processor nothing is left of it.

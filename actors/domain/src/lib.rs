@@ -30,6 +30,7 @@ pub mod notification;
 pub mod payment;
 pub mod placement;
 pub mod policy;
+pub mod processor_event;
 pub mod rate_limit;
 pub mod recording;
 pub mod redact;
@@ -45,8 +46,8 @@ pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId,
-    NodeId, PaymentId, PolicyId, PolicyValueId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId,
-    SshKeyId, TaskId, TerminalSessionId, TokenId,
+    NodeId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId, ServiceAccountId, ServiceAccountKeyId,
+    Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

@@ -7,7 +7,7 @@
 use crate::announcement::Severity;
 use crate::billing_account::Holder;
 use crate::event::{Event, Stream};
-use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, TerminalSessionId};
+use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use crate::machine::Timestamp;
 use crate::policy::Key;
 use serde::Serialize;
@@ -60,6 +60,8 @@ fn base32(bytes: &[u8]) -> String {
 pub enum Audience {
     /// Whose account it is: a user, or everybody whose token names the org.
     Holder(Holder),
+    /// Into whose account it was paid.
+    PaidInto(PaymentId),
     /// Who rents the allocation.
     Renter(AllocationId),
     /// Who rents on the node.
@@ -83,6 +85,10 @@ pub struct Data {
     pub session_id: Option<TerminalSessionId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub account_id: Option<BillingAccountId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub payment_id: Option<PaymentId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refund_id: Option<RefundId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub announcement_id: Option<AnnouncementId>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,7 +134,18 @@ pub const TOLD: &[(Stream, &[&str])] = &[
     ),
     (Stream::Nodes, &["node.state_changed", "node.tenant_faulted"]),
     (Stream::Terminals, &["terminal.opened", "terminal.closed"]),
-    (Stream::Billing, &["billing.balance_low", "billing.balance_depleted"]),
+    (
+        Stream::Billing,
+        &[
+            "billing.balance_low",
+            "billing.balance_depleted",
+            "billing.payment_deposited",
+            "billing.refund_succeeded",
+            "billing.refund_refused",
+            "billing.refund_given_back",
+            "billing.reversal_posted",
+        ],
+    ),
     (Stream::Notifications, &["notification.announced"]),
 ];
 
@@ -146,6 +163,9 @@ impl Notice {
     pub fn of(event: &Event) -> Vec<Self> {
         let renter = |allocation_id: AllocationId, data: Data| {
             vec![Self::new(Audience::Renter(allocation_id), Data { allocation_id: Some(allocation_id), ..data })]
+        };
+        let of_payment = |payment_id: PaymentId, data: Data| {
+            vec![Self::new(Audience::PaidInto(payment_id), Data { payment_id: Some(payment_id), ..data })]
         };
         let in_state = |state: &str| Data { state: Some(state.to_owned()), ..Data::default() };
         match event.clone() {
@@ -204,6 +224,24 @@ impl Notice {
                 let notice = Self::new(Audience::Holder(holder), data);
                 vec![notice.unless_switched_off(Key::NotificationBalanceDepleted)]
             }
+            Event::PaymentDeposited { payment_id, account_id } => {
+                of_payment(payment_id, Data { account_id: Some(account_id), ..in_state("deposited") })
+            }
+            Event::RefundSucceeded { payment_id, refund_id } => {
+                of_payment(payment_id, Data { refund_id: Some(refund_id), ..in_state("succeeded") })
+            }
+            Event::RefundRefused { payment_id, refund_id, account_id, .. } => {
+                let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("refused") };
+                of_payment(payment_id, data)
+            }
+            Event::RefundGivenBack { payment_id, refund_id, account_id } => {
+                let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("returned") };
+                of_payment(payment_id, data)
+            }
+            Event::ReversalPosted { payment_id, account_id, is_undone, .. } => {
+                let state = in_state(if is_undone { "reversal_undone" } else { "reversed" });
+                of_payment(payment_id, Data { account_id: Some(account_id), ..state })
+            }
             Event::Announced { announcement_id } => {
                 let data = Data { announcement_id: Some(announcement_id), ..Data::default() };
                 vec![Self::new(Audience::Everybody(announcement_id), data)]
@@ -223,11 +261,7 @@ impl Notice {
             | Event::AllocationUncovered { .. }
             | Event::AllocationMetered { .. }
             | Event::AllocationCounted { .. }
-            | Event::PaymentDeposited { .. }
             | Event::RefundTaken { .. }
-            | Event::RefundRefused { .. }
-            | Event::RefundGivenBack { .. }
-            | Event::ReversalPosted { .. }
             | Event::PaymentOpeningDue { .. }
             | Event::PaymentCheckDue { .. }
             | Event::PaymentPaid { .. }
@@ -236,6 +270,7 @@ impl Notice {
             | Event::RefundFailed { .. }
             | Event::PaymentReversed { .. }
             | Event::ReversalUndone { .. }
+            | Event::ProcessorEventDue { .. }
             | Event::DevicesReserved { .. }
             | Event::TenantReady { .. }
             | Event::TenantFailed { .. }
@@ -263,6 +298,7 @@ mod tests {
             for notice in Notice::of(&event) {
                 let whom = match &notice.audience {
                     Audience::Holder(_) => "the account's holder",
+                    Audience::PaidInto(_) => "the holder of the account it was paid into",
                     Audience::Renter(_) => "who rents the allocation",
                     Audience::RentersOn(_) => "who rents on the node",
                     Audience::UserOf(_) => "whose terminal it is",

@@ -343,7 +343,8 @@ impl Machine for Payment {
     }
 
     fn keys(&self) -> Keys {
-        Keys { owner: Some(self.payer.clone()), ..Keys::default() }
+        // Whoever shares the account sees what came into it.
+        Keys { owner: Some(self.holder.to_string()), ..Keys::default() }
     }
 
     fn tick() -> Command {

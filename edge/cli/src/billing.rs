@@ -1,9 +1,10 @@
-//! Prepaid money: what there is, what it went to, what something would cost, and a month of it in a file.
+//! Prepaid money: what there is, what it went to, what something would cost, and a month of it in a file. How it comes and goes back is in
+//! `payments.rs`.
 
 use crate::api::{Api, Query};
 use crate::failure::Failure;
 use crate::out::Column;
-use crate::{duration, file};
+use crate::{duration, file, payments};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -41,6 +42,14 @@ pub(crate) enum Command {
     },
     /// What a month came to; with --as as a file.
     Statement(Statement),
+    /// Pays in: opens the page on which you do.
+    TopUp(payments::TopUp),
+    /// What was paid in, oldest first.
+    Payments(payments::Payments),
+    /// One payment, and what went back of it.
+    Payment { payment: Uuid },
+    /// Asks a payment back, or gives back of what an allocation has cost.
+    Refund(payments::Refund),
     /// Administrators: all accounts, oldest first.
     Accounts {
         /// This user's.
@@ -151,7 +160,7 @@ const METERS: [Column; 7] = [
     ("BILLED UNTIL", "/billed_until"),
 ];
 
-const POSTINGS: [Column; 8] = [
+const POSTINGS: [Column; 9] = [
     ("NUMBER", "/number"),
     ("AT", "/at"),
     ("KIND", "/kind"),
@@ -159,6 +168,7 @@ const POSTINGS: [Column; 8] = [
     ("BALANCE", "/balance"),
     ("CURRENCY", "/currency"),
     ("ALLOCATION", "/allocation_id"),
+    ("PAYMENT", "/payment_id"),
     ("WHY", "/reason"),
 ];
 
@@ -245,6 +255,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let to = to.unwrap_or_else(|| PathBuf::from(format!("statement-{month}.{}", form.name())));
             file::keep(api, &path, form.media_type(), "the statement", &to).await
         }
+        Command::TopUp(wanted) => payments::top_up(wanted, api).await,
+        Command::Payments(which) => payments::list(which, api).await,
+        Command::Payment { payment } => payments::show(payment, api).await,
+        Command::Refund(wanted) => payments::refund(wanted, api).await,
         Command::Accounts { user, org, limit } => {
             let given = [("user_id", user), ("org_id", org)];
             let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
@@ -264,7 +278,7 @@ async fn metered(id: Uuid, api: &Api) -> Result<(), Failure> {
     let mut account = found["account"].clone();
     account["opened_at"] = found["opened_at"].clone();
     api.out.show(&account, &BALANCE)?;
-    rows_below(api, &found["meters"], &METERS)
+    api.out.rows_below(&found["meters"], &METERS)
 }
 
 async fn ledger(which: Ledger, api: &Api) -> Result<(), Failure> {
@@ -286,16 +300,7 @@ async fn shown(month: &str, of: &Of, api: &Api) -> Result<(), Failure> {
     }
     let found = with_amounts(found, api);
     api.out.show(&found, &MONTH)?;
-    rows_below(api, &found["lines"], &LINES)
-}
-
-/// A table under what was shown, where there is one.
-fn rows_below(api: &Api, rows: &Value, columns: &[Column]) -> Result<(), Failure> {
-    if rows.as_array().is_some_and(|rows| !rows.is_empty()) {
-        api.out.line("")?;
-        api.out.list(&json!({ "items": rows, "next_page": null }), columns)?;
-    }
-    Ok(())
+    api.out.rows_below(&found["lines"], &LINES)
 }
 
 /// For people: beside every `…_micro` the same in minor units with all six digits of the rest, under the name without it. Scripts get what the

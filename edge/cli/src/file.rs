@@ -33,7 +33,8 @@ pub(crate) async fn keep(api: &Api, path: &str, media_type: &str, what: &str, to
     }
 }
 
-async fn copied(answer: &mut Response, what: &str, into: &mut impl Write) -> Result<u64, Failure> {
+/// Writes on what is answered, and says how many bytes that were.
+pub(crate) async fn copied(answer: &mut Response, what: &str, into: &mut impl Write) -> Result<u64, Failure> {
     let cut = |why: String| Failure::new(Ended::Network, format!("{what} was cut off: {why}"));
     let failed = |error: io::Error| Failure::new(Ended::Failed, format!("{what} cannot be written: {error}"));
     let mut bytes = 0;

@@ -12,6 +12,7 @@
 //! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
 //! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
 //! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
+//! | `billing top-up [--wait]` · `payments` · `payment` · `refund` | `POST /api/v1/billing/checkout-sessions`, and the page that it names; `/api/v1/billing/payments…`, `POST /api/v1/billing/refunds` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
 //! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
@@ -35,6 +36,7 @@ mod login;
 mod nodes;
 mod notifications;
 mod out;
+mod payments;
 mod policy;
 mod progress;
 mod recordings;

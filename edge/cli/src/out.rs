@@ -3,7 +3,7 @@
 use crate::failure::{Ended, Failure};
 use crate::text::cell;
 use comfy_table::{Table, presets};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Write as _};
 
 /// How results are printed.
@@ -48,6 +48,15 @@ impl Out {
         self.line(&tabled(items, columns))?;
         if !page["next_page"].is_null() {
             self.say("There are more; --limit shows them.");
+        }
+        Ok(())
+    }
+
+    /// A table under what was shown, where there is one.
+    pub(crate) fn rows_below(self, rows: &Value, columns: &[Column]) -> Result<(), Failure> {
+        if rows.as_array().is_some_and(|rows| !rows.is_empty()) {
+            self.line("")?;
+            self.list(&json!({ "items": rows, "next_page": null }), columns)?;
         }
         Ok(())
     }

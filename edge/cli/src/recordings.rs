@@ -6,19 +6,16 @@ mod tame;
 
 use crate::allocations;
 use crate::api::{Api, Query};
-use crate::failure::{Ended, Failure, chain};
-use crate::out::{Column, Out};
+use crate::failure::Failure;
+use crate::file;
+use crate::out::Column;
 use play::PlayArgs;
-use reqwest::Response;
-use std::fs::OpenOptions;
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 use uuid::Uuid;
 
-/// Whoever says nothing for so long in the middle of a recording is gone.
-const SILENT_AFTER: Duration = Duration::from_secs(30);
+const ASCIICAST: &str = "application/x-asciicast";
+/// As failures name it.
+const WHAT: &str = "the recording";
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -93,50 +90,12 @@ fn path(recording: Uuid) -> String {
     format!("/api/v1/recordings/{recording}")
 }
 
-/// The recording as asciicast, from its beginning.
-async fn asciicast(api: &Api, recording: Uuid) -> Result<Response, Failure> {
-    api.open(&format!("{}/asciicast", path(recording)), "application/x-asciicast").await
-}
-
-/// What comes next of it; `None` at its end.
-async fn more(answer: &mut Response) -> Result<Option<Vec<u8>>, Failure> {
-    let cut = |why: String| Failure::new(Ended::Network, format!("the recording was cut off: {why}"));
-    let chunk = tokio::time::timeout(SILENT_AFTER, answer.chunk()).await;
-    let chunk = chunk.map_err(|_| cut("nothing more comes".to_owned()))?;
-    Ok(chunk.map_err(|error| cut(chain(&error)))?.map(Into::into))
+/// Where the recording is read as asciicast.
+fn asciicast(recording: Uuid) -> String {
+    format!("{}/asciicast", path(recording))
 }
 
 async fn download(api: &Api, recording: Uuid, to: Option<PathBuf>) -> Result<(), Failure> {
     let to = to.unwrap_or_else(|| PathBuf::from(format!("{recording}.cast")));
-    let mut answer = asciicast(api, recording).await?;
-    if to.as_os_str() == "-" {
-        return keep(&mut answer, &mut io::stdout().lock()).await.map(drop);
-    }
-    let unkept = |error: io::Error| Failure::usage(format!("{}: {error}", to.display()));
-    // What a terminal showed may be a secret; and nothing of yours is written over.
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&to).map_err(unkept)?;
-    match keep(&mut answer, &mut file).await {
-        Ok(bytes) => said(api.out, &to, bytes),
-        Err(failure) => {
-            // Half a recording looks like a whole one.
-            let _ = std::fs::remove_file(&to);
-            Err(failure)
-        }
-    }
-}
-
-fn said(out: Out, to: &Path, bytes: u64) -> Result<(), Failure> {
-    let kept = serde_json::json!({ "file": to, "bytes": bytes });
-    out.done(&kept, &format!("{} has {bytes} bytes.", to.display()))
-}
-
-async fn keep(answer: &mut Response, into: &mut impl Write) -> Result<u64, Failure> {
-    let failed = |error: io::Error| Failure::new(Ended::Failed, format!("the recording cannot be written: {error}"));
-    let mut bytes = 0;
-    while let Some(chunk) = more(answer).await? {
-        into.write_all(&chunk).map_err(failed)?;
-        bytes += chunk.len() as u64;
-    }
-    into.flush().map_err(failed)?;
-    Ok(bytes)
+    file::keep(api, &asciicast(recording), ASCIICAST, WHAT, &to).await
 }

@@ -59,7 +59,7 @@ macro_rules! rights {
     )+};
 }
 
-rights! { AdjustBilling, SeeBilling, SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
+rights! { AdjustBilling, SeeBilling, SettleProcessorEvents, SeeSkus, ApproveSkus, BindPlatformRoles, ReadAudit, RotateKeys }
 
 /// Everything about a request but its command.
 pub(crate) struct Asking {
@@ -120,14 +120,7 @@ impl<R: Right> FromRequestParts<Services> for May<R> {
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
         let caller = within_limit(parts, services).await?;
-        let mut asking = Asking::of(caller, parts, services).await?;
-        let suffices = |asking: &Asking| authorize(&asking.principal(), R::ACTION);
-        if suffices(&asking).is_err() {
-            if !R::ACTION.platform_roles().is_empty() && asking.caller.service_account.is_none() {
-                asking.caller.grant = granted(services, &asking.caller.user_id).await?;
-            }
-            suffices(&asking).map_err(|denied| refusal(R::ACTION).because(denied))?;
-        }
+        let asking = Asking::of(caller, parts, services).await?.permitted(R::ACTION).await?;
         Ok(Self { asking, right: PhantomData })
     }
 }
@@ -212,6 +205,21 @@ impl Asking {
         })
     }
 
+    /// As somebody who may do `action`, by their token or by the platform roles that Postgres has for them now.
+    ///
+    /// # Errors
+    /// `forbidden`, with what would be enough.
+    pub(crate) async fn permitted(mut self, action: Action) -> Result<Self, ApiError> {
+        let suffices = |asking: &Self| authorize(&asking.principal(), action);
+        if suffices(&self).is_err() {
+            if !action.platform_roles().is_empty() && self.caller.service_account.is_none() {
+                self.caller.grant = granted(&self.services, &self.caller.user_id).await?;
+            }
+            suffices(&self).map_err(|denied| refusal(action).because(denied))?;
+        }
+        Ok(self)
+    }
+
     /// Let in where others are turned away: releases and what operators do.
     pub(crate) fn urgently(mut self) -> Self {
         self.urgent = true;
@@ -242,6 +250,13 @@ impl Asking {
     /// The id of what this request creates. A repetition makes another one in the same shard, where it meets the first.
     pub(crate) fn id_of_new(&self) -> Uuid {
         id_created_by(self.command_id(), self.services.world.now())
+    }
+
+    /// True of the id of something that this request makes, or made when it came first.
+    pub(crate) fn has_made(&self, id: Uuid) -> bool {
+        // The ids of one command differ in their times alone, the first 48 of the bits.
+        let of_command = |id: Uuid| id.as_u128() << 48;
+        of_command(id) == of_command(self.id_of_new())
     }
 
     /// True where a request of this key was carried out before: what it was to make is there.

@@ -8,7 +8,12 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::outward::is_secure;
 use crate::secret_shape::holds_a_secret;
+
+mod money;
+
+pub(crate) use money::AmountMinor;
 
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
@@ -134,6 +139,14 @@ fn is_code(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
 }
 
+/// An address without anybody's name and password in it, whose page was not changed on its way.
+fn is_return_url(text: &str) -> bool {
+    let names_nobody = |url: reqwest::Url| url.username().is_empty() && url.password().is_none();
+    text.bytes().all(|byte| byte.is_ascii_graphic())
+        && is_secure(text)
+        && reqwest::Url::parse(text).is_ok_and(names_nobody)
+}
+
 texts! {
     /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
     Reason: 500, "text without control characters and without secrets", WITHOUT_CONTROL,
@@ -178,11 +191,16 @@ texts! {
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
             && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
+    /// An id of the payment processor's.
+    ProcessorId: 255, "letters, digits and underscores", r"^[A-Za-z0-9_]+$", |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.
     KeyId: 64, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
         |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// A policy value as a text: 120, true, user-revoke.
     PolicyText: 255, "text without control characters", WITHOUT_CONTROL, without_control;
+    /// Where a browser is sent: an https address, or an http one on this machine.
+    ReturnUrl: 2048, "an https address (http only on a loopback host) without a user name", r"^(https://|http://(localhost|127\.|\[::1\]))[!-~]+$",
+        is_return_url;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());

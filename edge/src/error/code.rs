@@ -339,6 +339,7 @@ impl Code {
                      takes a few seconds.",
                     "The process is starting or stopping.",
                     "`onboarding_mode` is maas, and the bare-metal provider is missing, unreachable or failed in its prepare hook.",
+                    "Somebody wants to pay, and the operator has configured no payment processor.",
                 ],
                 "Try again after `Retry-After`, with the same `Idempotency-Key`: what was carried out is not carried out again.",
             )

@@ -67,6 +67,9 @@ pub struct NotificationData {
     session_id: Option<Uuid>,
     /// A billing account's.
     account_id: Option<Uuid>,
+    /// What was paid, or goes back.
+    payment_id: Option<Uuid>,
+    refund_id: Option<Uuid>,
     announcement_id: Option<Uuid>,
     from_state: Option<String>,
     state: Option<String>,
@@ -147,7 +150,7 @@ pub(super) fn pong(now: DateTime<Utc>) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, TerminalSessionId};
+    use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
     use serde_json::{Value, json};
     use std::collections::BTreeSet;
     use utoipa::PartialSchema as _;
@@ -159,6 +162,8 @@ mod tests {
             node_id: Some(NodeId(id)),
             session_id: Some(TerminalSessionId(id)),
             account_id: Some(BillingAccountId(id)),
+            payment_id: Some(PaymentId(id)),
+            refund_id: Some(RefundId(id)),
             announcement_id: Some(AnnouncementId(id)),
             from_state: text(),
             state: text(),

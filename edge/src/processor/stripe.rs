@@ -19,6 +19,7 @@ use crate::outward::{body_of, broken, is_secure};
 use domain::PaymentId;
 use objects::{Charge, Envelope, Failure, Intent, List, Session};
 
+pub mod event;
 pub(crate) mod objects;
 
 /// The version of the API that these shapes are of.

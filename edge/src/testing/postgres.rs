@@ -63,6 +63,14 @@ impl Postgres {
 }
 
 impl Postgres {
+    /// All that is stored, as text.
+    pub(crate) fn dump(&self) -> String {
+        let mut dump = Command::new(program("pg_dump"));
+        let said = dump.args(["--data-only", "-U", "svc", "-h"]).arg(self.dir.path()).arg("postgres").output().unwrap();
+        assert!(said.status.success(), "pg_dump: {}", String::from_utf8_lossy(&said.stderr));
+        String::from_utf8_lossy(&said.stdout).into_owned()
+    }
+
     /// SIGQUIT: without a checkpoint, but with its backends. When this returns none of them commits any more.
     pub(crate) fn stop(&self) {
         let mut child = self.child.lock().unwrap();

@@ -4,10 +4,10 @@ use crate::world::{World, at, create};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::commit::Commit;
-use domain::id::{AllocationId, EntityRef, Kind};
+use domain::id::{EntityRef, Kind};
 use persistence::Secrets;
 use persistence::envelope::{KeyRing, Place};
-use persistence::rewrap::Unfit;
+use persistence::rewrap::{IN_ENTITIES, Unfit, body_place};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;
@@ -105,6 +105,15 @@ fn allocation(n: u32, ring: &KeyRing) -> Commit {
     Commit { entity, snapshot: json!({ "asked": { "scheduler_request_enc": sealed } }).to_string(), ..base }
 }
 
+/// What the payment processor said.
+fn told(n: u32, ring: &KeyRing) -> Commit {
+    let base = create(n);
+    let place = base.entity.id.to_string();
+    let sealed = ring.seal(&body_place(&place), format!("body {n} ").repeat(100).as_bytes()).unwrap();
+    let entity = EntityRef { kind: Kind::ProcessorEvent, ..base.entity };
+    Commit { entity, snapshot: json!({ "body_enc": STANDARD.encode(sealed) }).to_string(), ..base }
+}
+
 #[tokio::test]
 async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
     let world = World::new().await;
@@ -119,21 +128,30 @@ async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
     for commit in [allocation(1, &old), allocation(2, &both), allocation(3, &old), none] {
         world.commit(&commit).await;
     }
+    for commit in [told(4, &old), told(5, &both)] {
+        world.commit(&commit).await;
+    }
     let secrets = Secrets::new(world.pool().clone(), Arc::clone(&both));
     let rewrap = secrets.rewrap();
     rewrap.check().await.unwrap();
-    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 4), ("bb".to_owned(), 1)].into());
+    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 5), ("bb".to_owned(), 2)].into());
     assert_eq!((rewrap.secrets().await.unwrap(), rewrap.secrets().await.unwrap()), (2, 0));
     assert_eq!(secrets.get("two").await.unwrap().unwrap().value.expose_secret(), b"two");
 
-    let outdated = rewrap.outdated(None, 9).await.unwrap();
-    let of = |n: u32| AllocationId(create(n).entity.id);
-    assert_eq!(outdated.iter().map(|it| it.id).collect::<Vec<_>>(), [of(1), of(3)]);
-    assert_eq!(rewrap.outdated(Some(of(1)), 9).await.unwrap(), outdated[1..]);
-    let anew = STANDARD.decode(rewrap.reseal(&outdated[0]).unwrap()).unwrap();
-    let id = outdated[0].id.to_string();
+    let [requests, bodies] = IN_ENTITIES;
+    let outdated = rewrap.outdated(requests, None, 9).await.unwrap();
+    let of = |n: u32| create(n).entity.id;
+    assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(1), of(3)]);
+    assert_eq!(rewrap.outdated(requests, Some(of(1)), 9).await.unwrap(), outdated[1..]);
+    let anew = STANDARD.decode(rewrap.reseal(requests, &outdated[0]).unwrap()).unwrap();
+    let id = outdated[0].entity.id.to_string();
     let place = Place { table: "entity", column: "scheduler_request_enc", row: &id };
     assert_eq!(ring(&[("bb", 2)]).open(&place, &anew).unwrap().expose_secret(), b"request 1");
+    let outdated = rewrap.outdated(bodies, None, 9).await.unwrap();
+    assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(4)]);
+    let anew = STANDARD.decode(rewrap.reseal(bodies, &outdated[0]).unwrap()).unwrap();
+    let opened = ring(&[("bb", 2)]).open(&body_place(&of(4).to_string()), &anew).unwrap();
+    assert_eq!(opened.expose_secret(), "body 4 ".repeat(100).as_bytes());
     secrets.destroy("one").await.unwrap();
     secrets.destroy("one").await.unwrap();
     assert!(secrets.get("one").await.unwrap().is_none());

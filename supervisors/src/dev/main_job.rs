@@ -12,18 +12,22 @@ use wire::bundle::BootstrapBundle;
 use super::agents::{AgentProcess, AgentSettings};
 use super::api::{Api, gone_wrong};
 use super::files;
+use super::processor::{CARD, PaymentProcessor, intent_in};
 
 const REGION: &str = "dev-1";
 /// The platform roles whose holders decide on SKUs together.
 const OPERATIONS: &str = "platform_operations";
 const OWNER: &str = "inventory_owner";
-/// The platform role whose holders give credit.
+/// The platform role whose holders look after billing accounts.
 const BILLING: &str = "billing_operations";
-const CURRENCY: &str = "USD";
-/// What the user is given, in minor units.
-const CREDIT_MINOR: i64 = 10_000;
+/// In which everything is priced and paid.
+pub const CURRENCY: &str = "USD";
+/// What the user pays in, in minor units.
+const DEPOSIT_MINOR: i64 = 10_000;
 /// Enrolment, the first poll and the check of the inventory.
 const ONBOARDS_WITHIN: Duration = Duration::from_secs(60);
+/// A webhook, or the first look at what nobody told of.
+const PAYS_WITHIN: Duration = Duration::from_secs(60);
 const PROVISIONS_WITHIN: Duration = Duration::from_secs(60);
 const RELEASES_WITHIN: Duration = Duration::from_secs(60);
 
@@ -40,8 +44,8 @@ pub struct MainJob<'a> {
     /// The tokens' `sub` of the two administrators.
     pub admin_subjects: [String; 2],
     pub user: &'a Api,
-    /// The `sub` of the user's tokens.
-    pub user_subject: String,
+    /// Where the user pays.
+    pub processor: &'a PaymentProcessor,
     pub listener: &'a dyn Listener,
 }
 
@@ -84,9 +88,10 @@ impl MainJob<'_> {
         Ok(name)
     }
 
-    /// Gives each administrator the platform role in which they approve SKUs.
+    /// Gives each administrator the platform role in which they approve SKUs, and one of them the accounts.
     async fn bind_roles(&self) -> anyhow::Result<()> {
-        for (subject, role) in self.admin_subjects.iter().zip([OPERATIONS, OWNER]) {
+        let [first, second] = &self.admin_subjects;
+        for (subject, role) in [(first, OPERATIONS), (second, OWNER), (first, BILLING)] {
             let begin = Instant::now();
             let binding = json!({ "subject": subject, "role": role, "reason": "the main job needs it" });
             self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await?;
@@ -147,19 +152,9 @@ impl MainJob<'_> {
         Ok((id, agent))
     }
 
-    /// Opens the user's billing account, and gives what the job needs.
-    pub async fn give_credit(&self) -> anyhow::Result<()> {
-        let begin = Instant::now();
-        let binding =
-            json!({ "subject": self.admin_subjects[0], "role": BILLING, "reason": "the main job is paid for" });
-        self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await?;
-        let account = json!({ "user_id": self.user_subject, "currency": CURRENCY });
-        let account = text(&self.admin.post("/api/v1/admin/billing/accounts", &account).await?, "id")?;
-        let credit =
-            json!({ "amount_minor": CREDIT_MINOR, "currency": CURRENCY, "reason": "the main job is paid for" });
-        self.admin.post(&format!("/api/v1/admin/billing/accounts/{account}/adjustments"), &credit).await?;
-        self.listener.done(&format!("user has {CREDIT_MINOR} minor units of {CURRENCY} ({account})"), begin.elapsed());
-        Ok(())
+    /// The user pays in what the job needs, as they would in a browser.
+    pub async fn pay_in(&self) -> anyhow::Result<()> {
+        top_up(self.user, "user", self.processor, self.listener).await
     }
 
     /// Rents GPUs of the SKU, waits until they are there, gives them back, and checks that the node has them all again.
@@ -221,7 +216,7 @@ impl MainJob<'_> {
             })
             .await?;
         let left = paid["balance_micro"].as_i64().context("the account has a balance")?;
-        let cost = Micro::of_minor(CREDIT_MINOR).unwrap_or_default().minus(Micro::of(left));
+        let cost = Micro::of_minor(DEPOSIT_MINOR).unwrap_or_default().minus(Micro::of(left));
         if cost <= Micro::ZERO {
             bail!("the allocation has cost nothing: {paid}");
         }
@@ -240,6 +235,38 @@ impl MainJob<'_> {
         self.listener.done("node clean, all its GPUs free again", begin.elapsed());
         Ok(())
     }
+}
+
+/// Somebody pays into their account, and waits until the money is there.
+pub async fn top_up(
+    user: &Api,
+    name: &str,
+    processor: &PaymentProcessor,
+    listener: &dyn Listener,
+) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    let wanted = json!({
+        "amount_minor": DEPOSIT_MINOR, "success_url": "https://shop.example/paid", "cancel_url": "https://shop.example/later",
+    });
+    let begun = user.post("/api/v1/billing/checkout-sessions", &wanted).await?;
+    let (id, url) = (text(&begun, "id")?, text(&begun, "url")?);
+    processor.pay(&intent_in(&url)?, CARD).await?;
+    listener.done(
+        &format!("{name} has paid {DEPOSIT_MINOR} minor units of {CURRENCY} at the processor ({id})"),
+        begin.elapsed(),
+    );
+
+    let begin = Instant::now();
+    user.wait_for(&format!("/api/v1/billing/payments/{id}"), "the payment is in the account", PAYS_WITHIN, |payment| {
+        match payment["state"].as_str() {
+            Some("deposited") => Ok(Some(())),
+            Some("created" | "open" | "paid") => Ok(None),
+            _ => Err(gone_wrong("the payment", payment)),
+        }
+    })
+    .await?;
+    listener.done(&format!("{name} has it in their account"), begin.elapsed());
+    Ok(())
 }
 
 fn text(resource: &Value, name: &str) -> anyhow::Result<String> {

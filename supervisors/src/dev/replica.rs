@@ -67,15 +67,17 @@ pub struct ReplicaSettings {
 pub struct Listens {
     pub public: SocketAddr,
     pub node: SocketAddr,
+    /// For what the payment processor says, where one is configured.
+    pub webhook: SocketAddr,
     /// In clear, for operators.
     pub operations: SocketAddr,
 }
 
 impl Listens {
-    /// Three ports of 127.0.0.1 that were free a moment ago.
+    /// Ports of 127.0.0.1 that were free a moment ago.
     pub fn anywhere() -> std::io::Result<Self> {
         let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
-        Ok(Self { public: port()?, node: port()?, operations: port()? })
+        Ok(Self { public: port()?, node: port()?, webhook: port()?, operations: port()? })
     }
 }
 
@@ -150,6 +152,11 @@ impl Replica {
         format!("https://{}", self.listens.node)
     }
 
+    /// Where the payment processor is told to send its events.
+    pub fn webhook_url(&self) -> String {
+        format!("https://{}{}", self.listens.webhook, edge::webhook::PATH)
+    }
+
     /// Where its figures are.
     pub fn operations_url(&self) -> String {
         format!("http://{}", self.listens.operations)
@@ -201,6 +208,7 @@ impl Replica {
             ("SVC_KEK_FILE", path(&settings.key_ring_path)),
             ("SVC_PUBLIC_LISTEN", self.listens.public.to_string().into()),
             ("SVC_NODE_LISTEN", self.listens.node.to_string().into()),
+            ("SVC_WEBHOOK_LISTEN", self.listens.webhook.to_string().into()),
             ("SVC_OPERATIONS_LISTEN", self.listens.operations.to_string().into()),
             ("INTERNAL_STATS_TOKEN", settings.stats_token.expose_secret().into()),
             ("SVC_PUBLIC_URL", settings.public_url.clone().into()),

@@ -12,6 +12,7 @@ use domain::invariant;
 use domain::machine::Machine;
 use domain::node::Node;
 use domain::payment::Payment;
+use domain::processor_event::ProcessorEvent;
 use domain::service_account::ServiceAccount;
 use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, Kind, NodeId, Shard};
@@ -93,6 +94,7 @@ impl Auditor {
             Kind::TerminalSession => page.items.iter().for_each(|row| self.judge_terminal(row)),
             Kind::BillingAccount => self.judge_billing(&page.items, &mut inspection).await?,
             Kind::Payment => page.items.iter().for_each(|row| self.judge_payment(row)),
+            Kind::ProcessorEvent => page.items.iter().for_each(|row| self.judge_processor_event(row)),
             Kind::Sku
             | Kind::Tenant
             | Kind::Bindings
@@ -139,6 +141,11 @@ impl Auditor {
         let Some(payment) = decoded::<Payment>(row) else { return };
         self.judge("I3", row, invariant::i3_no_more_is_refunded_than_was_paid(&payment));
         self.judge("I8", row, ends(row, &payment, invariant::payment_is_transient(&payment)));
+    }
+
+    fn judge_processor_event(&self, row: &Inspected) {
+        let Some(event) = decoded::<ProcessorEvent>(row) else { return };
+        self.judge("I8", row, ends(row, &event, invariant::processor_event_is_transient(&event)));
     }
 
     fn judge_terminal(&self, row: &Inspected) {

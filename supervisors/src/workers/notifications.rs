@@ -16,6 +16,7 @@ use domain::authz::PlatformRole;
 use domain::billing_account::Holder;
 use domain::node::Node;
 use domain::notification::{Audience, Channel, Data, Notice, TOLD};
+use domain::payment::Payment;
 use domain::policy::Scopes;
 use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, EntityRef, Event, Machine};
@@ -145,6 +146,11 @@ impl Notifier {
         Ok(match audience {
             Audience::Holder(Holder::User(id)) => vec![to_user(id, data)],
             Audience::Holder(Holder::Org(id)) => vec![Word { channel: Channel::Org(id), data }],
+            Audience::PaidInto(id) => match self.read::<Payment>(id.0).await?.map(|payment| payment.holder) {
+                Some(Holder::User(id)) => vec![to_user(id, data)],
+                Some(Holder::Org(id)) => vec![Word { channel: Channel::Org(id), data }],
+                None => Vec::new(),
+            },
             Audience::Renter(id) => self.renter(id).await?.map(|user| to_user(user, data)).into_iter().collect(),
             Audience::UserOf(id) => {
                 let session = self.read::<TerminalSession>(id.0).await?;

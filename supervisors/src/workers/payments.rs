@@ -5,3 +5,4 @@ pub mod reconciliation;
 #[cfg(test)]
 mod testing;
 pub mod told;
+pub mod webhooks;

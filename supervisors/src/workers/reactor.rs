@@ -5,6 +5,7 @@
 
 use super::pace::{self, Pacing};
 use super::payments::errands::Errands;
+use super::payments::webhooks::Webhooks;
 use super::provisioning::Placer;
 use super::relay::make_streams;
 use crate::cluster::bus::Bus;
@@ -63,6 +64,7 @@ pub struct Reactor {
     pub placer: Arc<Placer>,
     /// Where a payment processor is configured.
     pub errands: Option<Errands>,
+    pub webhooks: Option<Webhooks>,
     pub permit: Permit,
 }
 
@@ -94,10 +96,11 @@ impl Reactor {
         outbox: Outbox,
         placer: Arc<Placer>,
         errands: Option<Errands>,
+        webhooks: Option<Webhooks>,
         worker: &str,
     ) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, errands, permit })
+        Ok(Self { directory: directory.seeking_for(SEEKS_FOR), reads, outbox, placer, errands, webhooks, permit })
     }
 
     /// Asks what follows from an event, in the scope of the request that led to it.
@@ -150,6 +153,10 @@ impl Reactor {
             Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
             Reaction::AskProcessor(errand) => match &self.errands {
                 Some(errands) => errands.run(self, heard, &errand).await,
+                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+            },
+            Reaction::HeedProcessor(id) => match &self.webhooks {
+                Some(webhooks) => webhooks.heed(self, heard, id).await,
                 None => Effect::Later { why: "no payment processor is configured".to_owned() },
             },
             Reaction::Tenant { user_id, command } => {

@@ -1,7 +1,7 @@
 //! Seals everything anew after the operator has put another key of the key ring to use (`gpuaas keys rewrap`).
 //!
 //! It looks at what is left, and takes it up: so it may be interrupted anywhere, and several members do it at once, each the
-//! allocations of its own shards. When nothing is sealed under a key any more, that key is retired. A member whose key ring seals with
+//! entities of its own shards. When nothing is sealed under a key any more, that key is retired. A member whose key ring seals with
 //! another key than the one that was put to use does nothing: it would seal back what the others have sealed.
 
 use crate::cluster::bus::Bus;
@@ -11,11 +11,12 @@ use chrono::{TimeDelta, Utc};
 use domain::allocation::{Allocation, Command as ToAllocation};
 use domain::authz::authorize;
 use domain::key_set::{Command as ToKeys, KeySet, Phase, Purpose};
-use domain::{Action, Event, Permit, Principal};
+use domain::processor_event::{Command as ToEvent, ProcessorEvent};
+use domain::{Action, Event, Kind, Machine, Permit, Principal};
 use edge::keys::{set_id, stored};
 use futures::StreamExt;
 use persistence::Reads;
-use persistence::rewrap::{Outdated, Rewrap};
+use persistence::rewrap::{IN_ENTITIES, Outdated, Rewrap, SealedField};
 use prometheus::{IntGauge, Registry};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ use uuid::Uuid;
 /// How often it is looked whether there is something to do.
 const TURN: Duration = Duration::from_secs(5);
 
-/// Allocations that are read at once.
+/// Entities that are read at once.
 const AT_ONCE: u32 = 200;
 
 /// How long one of them may take.
@@ -98,7 +99,9 @@ impl Rewrapper {
         }
         self.values.secrets().await?;
         self.values.recordings().await?;
-        self.allocations().await?;
+        for field in IN_ENTITIES {
+            self.entities(field).await?;
+        }
         let sealed = self.values.sealed().await?;
         let left = |id: &str| sealed.get(id).copied().unwrap_or(0);
         self.left.set(of(Phase::Grace).map(|key| left(&key.id)).sum::<u64>().cast_signed());
@@ -111,28 +114,35 @@ impl Rewrapper {
     }
 
     /// Those of this member's shards.
-    async fn allocations(&self) -> anyhow::Result<()> {
+    async fn entities(&self, field: SealedField) -> anyhow::Result<()> {
         let mut after = None;
         loop {
-            let page = self.values.outdated(after, AT_ONCE).await?;
+            let page = self.values.outdated(field, after, AT_ONCE).await?;
             let Some(last) = page.last() else { return Ok(()) };
-            after = Some(last.id);
+            after = Some(last.entity.id);
             for outdated in &page {
-                if self.host.term(shard_of(outdated.id.0)).is_some() {
-                    self.reseal(outdated).await?;
+                if self.host.term(shard_of(outdated.entity.id)).is_some() {
+                    self.reseal(field, outdated).await?;
                 }
             }
         }
     }
 
-    async fn reseal(&self, outdated: &Outdated) -> anyhow::Result<()> {
-        let command = ToAllocation::Reseal { scheduler_request_enc: self.values.reseal(outdated)? };
-        let asked = self.directory.ask::<Allocation>(&self.permit, outdated.id.0, command, self.asked()).await;
-        // One that is parked or moves at this moment is found again at the next turn.
-        if let Err(error) = asked {
-            tracing::debug!(allocation.id = %outdated.id, ?error, "not sealed anew yet");
+    async fn reseal(&self, field: SealedField, outdated: &Outdated) -> anyhow::Result<()> {
+        let anew = self.values.reseal(field, outdated)?;
+        if field.kind == Kind::ProcessorEvent {
+            self.tell::<ProcessorEvent>(outdated, ToEvent::Reseal { body_enc: anew }).await;
+        } else {
+            self.tell::<Allocation>(outdated, ToAllocation::Reseal { scheduler_request_enc: anew }).await;
         }
         Ok(())
+    }
+
+    /// One that is parked or moves at this moment is found again at the next turn.
+    async fn tell<M: Machine>(&self, outdated: &Outdated, command: M::Command) {
+        if let Err(error) = self.directory.ask::<M>(&self.permit, outdated.entity.id, command, self.asked()).await {
+            tracing::debug!(resource_name = %outdated.entity, ?error, "not sealed anew yet");
+        }
     }
 
     fn asked(&self) -> Asked {

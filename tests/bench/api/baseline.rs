@@ -8,24 +8,18 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use jsonwebtoken::jwk::JwkSet;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
-use rustls::ServerConfig;
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use supervisors::dev::identity::AUDIENCE;
+use tests::bench::encrypted;
 use tests::world::World;
-use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 use uuid::Uuid;
 
 const VARIABLE: &str = "BENCH_API_BASELINE";
@@ -115,20 +109,7 @@ pub(crate) async fn serve(settings: Settings) -> anyhow::Result<()> {
         .route("/api/v1/ssh-keys/{id}/default", post(write))
         .with_state(plain);
 
-    let chain = CertificateDer::pem_file_iter(&settings.certificate)?.collect::<Result<Vec<_>, _>>()?;
-    let key = PrivateKeyDer::from_pem_file(&settings.key)?;
-    let tls = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key)?;
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    say(listener.local_addr()?.port())?;
-    axum::serve(Encrypted { listener, tls: TlsAcceptor::from(Arc::new(tls)) }, router).await?;
-    Ok(())
-}
-
-fn say(port: u16) -> std::io::Result<()> {
-    use std::io::Write as _;
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{port}")?;
-    out.flush()
+    encrypted::serve(router, &settings.certificate, &settings.key).await
 }
 
 async fn read(State(plain): State<Plain>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {
@@ -165,30 +146,5 @@ impl Plain {
         let kid = jsonwebtoken::decode_header(token).map_err(refused)?.kid.ok_or(StatusCode::UNAUTHORIZED)?;
         let key = self.keys.get(&kid).ok_or(StatusCode::UNAUTHORIZED)?;
         Ok(jsonwebtoken::decode::<Claims>(token, key, &self.rules).map_err(refused)?.claims.preferred_username)
-    }
-}
-
-/// A listener that ends TLS.
-struct Encrypted {
-    listener: TcpListener,
-    tls: TlsAcceptor,
-}
-
-impl axum::serve::Listener for Encrypted {
-    type Io = TlsStream<TcpStream>;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        loop {
-            let Ok((stream, address)) = self.listener.accept().await else { continue };
-            let _ = stream.set_nodelay(true);
-            if let Ok(stream) = self.tls.accept(stream).await {
-                return (stream, address);
-            }
-        }
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
     }
 }

@@ -39,6 +39,18 @@ impl Request {
     }
 }
 
+impl Request {
+    /// As the payment processor sends its events.
+    #[must_use]
+    pub fn signed(path: &str, signature: &str, body: &str) -> Self {
+        Self(format!(
+            "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json; charset=utf-8\r\n\
+             stripe-signature: {signature}\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        ))
+    }
+}
+
 impl Caller {
     /// To `https://HOST:PORT`, whose certificate the authority in `ca` has signed.
     ///

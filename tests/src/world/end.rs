@@ -111,6 +111,9 @@ impl World {
             );
         }
         self.pool.close().await;
+        if let Some(payments) = &mut self.payments {
+            payments.processor.stop().await;
+        }
         self.nats.stop().await;
         self.postgres.stop().await;
     }

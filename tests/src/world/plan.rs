@@ -3,6 +3,7 @@
 use super::client::Client;
 use super::clock::Clock;
 use super::line::Line;
+use super::payments::Payments;
 use super::{CREDIT, Declared, GPUS, World, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
@@ -43,6 +44,8 @@ pub struct Plan {
     binaries: Option<PathBuf>,
     /// Who begins with money.
     funded: Vec<String>,
+    /// Whether somebody processes payments, and whether its webhooks arrive.
+    processor: Option<bool>,
     /// Whether the replicas, and Postgres, have a clock of their own.
     own_clocks: (bool, bool),
 }
@@ -56,6 +59,7 @@ impl Default for Plan {
             own_variables: Vec::new(),
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
+            processor: None,
             own_clocks: (false, false),
         }
     }
@@ -76,6 +80,18 @@ impl Plan {
     /// Nobody begins with money.
     pub fn penniless(mut self) -> Self {
         self.funded.clear();
+        self
+    }
+
+    /// With a payment processor ([`World::processor`]).
+    pub fn with_processor(mut self) -> Self {
+        self.processor = Some(true);
+        self
+    }
+
+    /// The same, and none of its webhooks arrives.
+    pub fn with_unheard_processor(mut self) -> Self {
+        self.processor = Some(false);
         self
     }
 
@@ -145,6 +161,10 @@ impl Plan {
             sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
         persistence::migrate::run(&pool).await?;
 
+        let mut payments = match self.processor {
+            Some(_) => Some(Payments::start(&folder.join("processor"), &authority).await?),
+            None => None,
+        };
         let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
         let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
         let node_balancer = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
@@ -162,7 +182,12 @@ impl Plan {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
             stats_token: files::random_hex(32).into(),
-            variables: service_clock.iter().flat_map(Clock::variables).chain(self.variables).collect(),
+            variables: service_clock
+                .iter()
+                .flat_map(Clock::variables)
+                .chain(payments.iter().flat_map(Payments::variables))
+                .chain(self.variables)
+                .collect(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
         let starting =
@@ -174,6 +199,9 @@ impl Plan {
                 async move { Replica::start(name, &settings, url.context("it has no NATS user")?, listens).await }
             });
         let replicas = try_join_all(starting).await?;
+        if let (Some(payments), Some(true)) = (&mut payments, self.processor) {
+            payments.tell(&replicas).await?;
+        }
 
         let agent_settings = AgentSettings {
             executable: agent,
@@ -193,6 +221,7 @@ impl Plan {
         let (admin, second_admin) = (caller("admin")?, caller("admin2")?);
         let (user, other_user) = (caller("user")?, caller("user2")?);
         secrets.push(("the operator's stats token".to_owned(), settings.stats_token.expose_secret().to_owned()));
+        secrets.extend(payments.iter().flat_map(Payments::secrets));
         secrets.extend(passwords(&postgres, &nats, &names));
         secrets.extend(lines_of("the key ring", &key_ring_path)?);
         secrets.extend(lines_of("the server's private key", &settings.certificate.key_path)?);
@@ -213,6 +242,7 @@ impl Plan {
             second_admin,
             user,
             other_user,
+            payments,
             agent_settings,
             stats_token: settings.stats_token.expose_secret().to_owned(),
             settings,

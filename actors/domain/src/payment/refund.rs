@@ -2,6 +2,7 @@
 
 use super::{MOST, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply};
 use crate::audit::AuditAction;
+use crate::event::Event;
 use crate::id::RefundId;
 use crate::machine::{Ctx, Deadline, Machine as _, Step, Timestamp};
 use crate::policy::Key;
@@ -179,7 +180,10 @@ impl Payment {
         if let Some(refund) = next.refunds.get_mut(&refund_id) {
             refund.at_processor = Some(AtProcessor { processor_refund_id, status });
         }
-        Ok(self.to(next, "the processor speaks of a refund", ctx))
+        let step = self.to(next, "the processor speaks of a refund", ctx);
+        // Nobody has to act on it: it is for those who watch.
+        let is_paid = status == RefundStatus::Succeeded;
+        Ok(if is_paid { step.event(Event::RefundSucceeded { payment_id: self.id, refund_id }) } else { step })
     }
 
     pub(super) fn given_back(&self, refund_id: RefundId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {

@@ -150,6 +150,7 @@ impl World {
             | Reaction::ResolveLogins { .. }
             | Reaction::TellLogins { .. }
             | Reaction::CloseTerminals { .. }
+            | Reaction::HeedProcessor(_)
             | Reaction::Tenant { .. } => panic!("not of this world: {event:?}"),
         }
     }
@@ -481,7 +482,8 @@ fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
         for _ in 0..100 {
             world.refund_at(1, RefundStatus::Failed, 5_000).unwrap();
         }
-        let failed = world.bus[0].clone();
+        let is_failed = |event: &&Event| matches!(event, Event::RefundFailed { .. });
+        let failed = world.bus.iter().find(is_failed).cloned().unwrap();
         for _ in 0..100 {
             world.hear(&failed);
         }

@@ -86,7 +86,9 @@ impl World {
         match message.event.reaction() {
             // Terminal sessions have a world of their own: no saga waits for them.
             // Nobody pays in this world.
-            Reaction::Payment(..) | Reaction::AskProcessor(_) => panic!("no payment was made"),
+            Reaction::Payment(..) | Reaction::AskProcessor(_) | Reaction::HeedProcessor(_) => {
+                panic!("no payment was made")
+            }
             Reaction::Nothing | Reaction::CloseTerminals { .. } | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
             Reaction::Node(id, command) => {

@@ -536,6 +536,33 @@ fn of_a_payment() {
 }
 
 #[test]
+fn of_an_event_of_the_processors() {
+    use domain::processor_event::{Command, Outcome, ProcessorEvent, Rejection, Reply};
+    let receive = Command::Receive {
+        event_id: "evt_1".into(),
+        event_type: text(),
+        object_id: Some("pi_1".into()),
+        occurred_at: Some(at()),
+        digest: "00".into(),
+        body_enc: "AA==".into(),
+    };
+    let worker = crate::testing::worker();
+    let (event, kept) = decided::<ProcessorEvent>(None, receive.clone(), &worker, ALLOCATION);
+    let mut commands = vec![
+        receive,
+        Command::Failed { why: text() },
+        Command::Retry { reason: text() },
+        Command::Dismiss { reason: text() },
+        Command::Reseal { body_enc: "AA==".into() },
+        Command::Tick,
+    ];
+    commands.extend(Outcome::ALL.map(|outcome| Command::Processed { outcome }));
+    let replies = [kept, Reply::Shown { event: Box::new(event) }, Reply::Done];
+    let rejections = [Rejection::NotFound, Rejection::Differs, Rejection::WrongState { state: text() }];
+    survives::<ProcessorEvent>(commands, replies, rejections);
+}
+
+#[test]
 fn of_bindings() {
     use bindings::{Command, Rejection, Reply};
     let role = PlatformRole::Auditor;

@@ -1,10 +1,11 @@
 //! `gpuctl recordings play`: a recording in the user's own terminal, at the pace at which it was shown.
 
 use super::tame::Tame;
-use super::{asciicast, keep};
+use super::{ASCIICAST, WHAT, asciicast};
 use crate::api::Api;
 use crate::duration;
 use crate::failure::{Ended, Failure};
+use crate::file;
 use crate::out::{say_always, say_raw};
 use crate::terminal::raw::{Raw, discard_typed, size};
 use crate::terminal::screen;
@@ -79,12 +80,12 @@ pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
 /// The whole of it, in a file that has no name: who pauses for an hour keeps no connection waiting.
 async fn fetched(api: &Api, recording: Uuid) -> Result<File, Failure> {
     let failed = |error: io::Error| Failure::new(Ended::Failed, format!("no room for the recording: {error}"));
-    let mut answer = asciicast(api, recording).await?;
+    let mut answer = api.open(&asciicast(recording), ASCIICAST).await?;
     let path = std::env::temp_dir().join(format!("gpuctl-{}.cast", Uuid::new_v4()));
     let mut file =
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
     std::fs::remove_file(&path).map_err(failed)?;
-    keep(&mut answer, &mut file).await?;
+    file::copied(&mut answer, WHAT, &mut file).await?;
     file.rewind().map_err(failed)?;
     Ok(file)
 }

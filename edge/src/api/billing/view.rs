@@ -78,7 +78,7 @@ pub(in crate::api) struct LedgerView {
     /// An account's postings are numbered without a gap.
     number: i64,
     at: DateTime<Utc>,
-    /// `usage`, `usage_credit`, `write_off`, `write_off_reversal`, `credit` or `debit`.
+    /// As the filter lists them: `usage`, `deposit`, `refund` and so on.
     kind: String,
     currency: String,
     /// How it changed the balance, in millionths of a minor unit; 0 for what was written off.
@@ -94,6 +94,8 @@ pub(in crate::api) struct LedgerView {
     /// From when; null where something was given back.
     used_from: Option<DateTime<Utc>>,
     used_until: Option<DateTime<Utc>>,
+    /// The payment that brought it in, or from which it went back.
+    payment_id: Option<Uuid>,
     /// Why an operator gave or took.
     reason: Option<String>,
 }
@@ -222,6 +224,7 @@ impl From<LedgerRow> for LedgerView {
             allocation_id: row.allocation.map(|id| id.0),
             used_from: row.used_from,
             used_until: row.used_until,
+            payment_id: row.payment.map(|id| id.0),
             reason: row.reason,
         }
     }

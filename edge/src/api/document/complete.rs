@@ -23,6 +23,7 @@ const TAGS: &[(&str, &str)] = &[
     ("terminal_page", "A page with a terminal, for a browser."),
     ("sku", "The catalog: kinds of machines, where they are offered and at what price."),
     ("billing", "Prepaid money: what there is, what it went to, and what something would cost."),
+    ("processor_event", "What the payment processor said, and what waits for an operator of it."),
     ("statement", "What an account came to in a month, to read, to file and to add up: as JSON, CSV and PDF."),
     ("notification", "What happens to what is yours, as it happens; and what operators say to all."),
     ("ssh_key", "The public keys that open a user's allocations."),

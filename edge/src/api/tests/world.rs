@@ -1,5 +1,6 @@
 //! The API, who calls it, and a saga that a test plays.
 
+use super::till::Till;
 use crate::api;
 use crate::auth::internal::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
@@ -16,11 +17,12 @@ use crate::runtime::{
     ClusterReport, EntityNode, EntityStatus, Readiness, Restarted, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
-use crate::services::{Addresses, Parts, Services, Trust};
+use crate::services::{Addresses, Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::{Durable, Postgres};
 use crate::tls::connections::Connections;
 use crate::token::{Purpose, read};
+use actors::place::id_of_name;
 use actors::ports::{Effects, Remote, RemoteError, Term, World as Clock};
 use actors::{Answer as Asked_, Asked, Directory, Host, HostConfig};
 use arc_swap::{ArcSwap, ArcSwapOption};
@@ -32,12 +34,16 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{SubsecRound, TimeDelta, Utc};
 use domain::allocation::{self, Allocation, Placed};
 use domain::authz::authorize;
-use domain::event::{Device, Event};
+use domain::billing_account::BillingAccount;
+use domain::event::{Device, Event, Reaction};
 use domain::machine::Command as _;
 use domain::node::{self, Certificate, Enrollment, Gpu, Inventory, Node};
+use domain::payment::Payment;
 use domain::policy::{Key, PolicyBook, Scope, Value as PolicyValue};
 use domain::runtime::Part;
-use domain::{AllocationId, Effect, EntityRef, Machine, MemberId, NodeId, Principal, Shard, Timestamp};
+use domain::{
+    AllocationId, Effect, EntityRef, Kind, Machine, MemberId, NodeId, PaymentId, Principal, Shard, Timestamp,
+};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use jsonwebtoken::{Algorithm, EncodingKey};
@@ -200,6 +206,20 @@ impl World {
     }
 
     pub(super) async fn with_targets(targets: ProbeTargets) -> Self {
+        Self::with(targets, None).await
+    }
+
+    /// Whose users can pay.
+    pub(super) async fn with_payments(payments: Payments) -> Self {
+        Self::with(ProbeTargets::default(), Some(payments)).await
+    }
+
+    /// Whose users pay at this till.
+    pub(super) async fn with_till(till: &Till) -> Self {
+        Self::with_payments(till.payments()).await
+    }
+
+    async fn with(targets: ProbeTargets, payments: Option<Payments>) -> Self {
         install_crypto();
         let postgres = Postgres::start();
         let pool = persistence::pool::open(&postgres.config()).unwrap();
@@ -250,7 +270,7 @@ impl World {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
-            payments: None,
+            payments,
             package: wire::bundle::Package::default(),
             stopping: CancellationToken::new(),
         });
@@ -279,12 +299,22 @@ impl World {
 
     /// A token as the identity provider makes it.
     pub(super) fn token(&self, user: &str, roles: &[&str]) -> String {
-        self.identities.token(user, roles)
+        self.identities.token(user, "acme", roles)
+    }
+
+    /// The same, for somebody of this organisation.
+    pub(super) fn token_of(&self, user: &str, org: &str) -> String {
+        self.identities.token(user, org, &["user"])
     }
 
     /// From here on nothing can be read or written.
     pub(super) fn stop_postgres(&self) {
         self.postgres.stop();
+    }
+
+    /// All that Postgres has, as text.
+    pub(super) fn stored(&self) -> String {
+        self.postgres.dump()
     }
 
     pub(super) fn places(&self, placing: Placing) {
@@ -378,6 +408,16 @@ impl World {
         self.services.directory.ask::<M>(&permit, id, command, asked).await
     }
 
+    /// Waits until the entity is so.
+    pub(super) async fn until<M: Machine>(&self, id: Uuid, is_so: impl Fn(&M) -> bool) {
+        let found = api::stored::wait_until::<M>(&self.services, id, Duration::from_secs(10), &is_so).await.unwrap();
+        assert!(found.is_some_and(|found| is_so(&found.it)), "it did not come to that");
+    }
+
+    pub(super) async fn until_payment(&self, id: PaymentId, state: &str) {
+        self.until::<Payment>(id.0, |payment| payment.state() == state).await;
+    }
+
     /// As the saga's workers tell.
     pub(super) async fn tell<M: Machine>(&self, id: Uuid, command: M::Command) {
         self.ask::<M>(&Principal::system("test"), id, command).await.unwrap();
@@ -430,7 +470,10 @@ fn inventory(gpus: u32) -> Inventory {
 /// Answers requests for allocations as the test says.
 async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: tokio::sync::mpsc::Receiver<OutboxRow>) {
     while let Some(row) = published.recv().await {
-        let Event::AllocationRequested { allocation_id } = row.event else { continue };
+        let Event::AllocationRequested { allocation_id } = row.event else {
+            move_money(&services, row.event).await;
+            continue;
+        };
         let placing = *placing.lock().unwrap();
         let command = match placing {
             Placing::Silent => continue,
@@ -447,6 +490,31 @@ async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: t
         let permit = authorize(&by, command.action()).unwrap();
         let asked = Asked::new(&permit, "test", services.world.now() + TimeDelta::seconds(10));
         services.directory.ask::<Allocation>(&permit, allocation_id.0, command, asked).await.unwrap();
+    }
+}
+
+/// What payments and their accounts say to each other. Nobody plays the processor's part.
+async fn move_money(services: &Services, event: Event) {
+    let by = Principal::system("test");
+    let permit = authorize(&by, domain::Action::Advance).unwrap();
+    let asked = Asked::new(&permit, "test", services.world.now() + TimeDelta::seconds(10));
+    match event.reaction() {
+        Reaction::Payment(id, command) => {
+            services.directory.ask::<Payment>(&permit, id.0, command, asked).await.unwrap();
+        }
+        Reaction::Billing { holder, command }
+            if matches!(
+                event,
+                Event::PaymentPaid { .. }
+                    | Event::RefundRequested { .. }
+                    | Event::RefundFailed { .. }
+                    | Event::PaymentReversed { .. }
+            ) =>
+        {
+            let account = id_of_name(Kind::BillingAccount, &holder.to_string());
+            services.directory.ask::<BillingAccount>(&permit, account, command, asked).await.unwrap();
+        }
+        _ => {}
     }
 }
 
@@ -506,11 +574,11 @@ impl Provider {
         Authenticator::new(TokenRules::new(self.issuer(), "gpuaas"), jwks)
     }
 
-    fn token(&self, user: &str, roles: &[&str]) -> String {
+    fn token(&self, user: &str, org: &str, roles: &[&str]) -> String {
         let now = Utc::now().timestamp();
         let claims = json!({
             "iss": self.issuer(), "aud": "gpuaas", "sub": user, "typ": "Bearer", "iat": now, "exp": now + 300,
-            "org_id": "acme", "project_id": "p1", "plan": "gold", "realm_access": {"roles": roles},
+            "org_id": org, "project_id": "p1", "plan": "gold", "realm_access": {"roles": roles},
         });
         let header = json!({"typ": "JWT", "alg": "EdDSA", "kid": "one"});
         let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());

@@ -1,0 +1,246 @@
+//! Money that is brought in, and given back: what `gpuctl billing` asks of the payment processor through the service.
+
+use crate::api::{Api, Query};
+use crate::duration;
+use crate::failure::{Ended, Failure};
+use crate::out::{Column, say_always};
+use crate::progress::Progress;
+use serde_json::{Value, json};
+use std::time::Duration;
+use uuid::Uuid;
+
+/// How often a payment is looked at while it is waited for.
+const LOOKS_EVERY: Duration = Duration::from_secs(1);
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct TopUp {
+    /// How much, in minor units (cents).
+    #[arg(long, value_name = "MINOR", value_parser = clap::value_parser!(i64).range(1..))]
+    amount: i64,
+    /// The account's own currency where it is left out.
+    #[arg(long, value_name = "CODE")]
+    currency: Option<String>,
+    /// Where your browser goes once it is paid; a page that says so where it is left out.
+    #[arg(long, value_name = "URL")]
+    success_url: Option<String>,
+    /// Where it goes if you turn back.
+    #[arg(long, value_name = "URL")]
+    cancel_url: Option<String>,
+    /// Print the address at which to pay, and open no browser.
+    #[arg(long)]
+    no_open: bool,
+    /// Wait until the money is in your account.
+    #[arg(long)]
+    wait: bool,
+    /// How long to wait (`90s`, `10m`).
+    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = duration::parse, requires = "wait")]
+    timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Payments {
+    /// Administrators: those into this account.
+    #[arg(long, value_name = "ID")]
+    account: Option<Uuid>,
+    /// Those in this state: created, open, paid, deposited, canceled, expired.
+    #[arg(long)]
+    state: Option<String>,
+    /// At most so many.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+    limit: u16,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Refund {
+    /// A payment that you made.
+    #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation")]
+    payment: Option<Uuid>,
+    /// Billing operators: an allocation, of whose cost is given back.
+    #[arg(long, value_name = "ID")]
+    allocation: Option<Uuid>,
+    /// How much, in minor units (cents); all there is where it is left out.
+    #[arg(long, value_name = "MINOR", value_parser = clap::value_parser!(i64).range(1..))]
+    amount: Option<i64>,
+    /// Why.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+}
+
+const CHECKOUT: [Column; 3] = [("payment", "/id"), ("pay at", "/url"), ("until", "/expires_at")];
+
+const PAYMENTS: [Column; 8] = [
+    ("ID", "/id"),
+    ("STATE", "/state"),
+    ("AMOUNT", "/amount_minor"),
+    ("CURRENCY", "/currency"),
+    ("LEFT", "/left_minor"),
+    ("BY", "/payer"),
+    ("BEGUN", "/created_at"),
+    ("WHY", "/reason"),
+];
+
+const PAYMENT: [Column; 12] = [
+    ("payment", "/id"),
+    ("state", "/state"),
+    ("why", "/reason"),
+    ("amount, minor", "/amount_minor"),
+    ("currency", "/currency"),
+    ("left of it, minor", "/left_minor"),
+    ("account", "/account_id"),
+    ("paid by", "/payer"),
+    ("begun", "/created_at"),
+    ("to be paid until", "/pay_until"),
+    ("paid", "/paid_at"),
+    ("in the account", "/deposited_at"),
+];
+
+const REFUNDS: [Column; 6] = [
+    ("REFUND", "/id"),
+    ("STATE", "/state"),
+    ("AMOUNT", "/amount_minor"),
+    ("REQUESTED", "/requested_at"),
+    ("REASON", "/reason"),
+    ("REFUSED BECAUSE", "/refused_because"),
+];
+
+const REVERSALS: [Column; 5] = [
+    ("AT THE PROCESSOR", "/id"),
+    ("KIND", "/kind"),
+    ("AMOUNT", "/amount_minor"),
+    ("UNDONE", "/is_undone"),
+    ("HEARD", "/heard_at"),
+];
+
+const REFUND: [Column; 8] = [
+    ("refund", "/id"),
+    ("state", "/state"),
+    ("amount, minor", "/amount_minor"),
+    ("currency", "/currency"),
+    ("payment", "/payment_id"),
+    ("allocation", "/allocation_id"),
+    ("reason", "/reason"),
+    ("requested", "/requested_at"),
+];
+
+fn path(payment: Uuid) -> String {
+    format!("/api/v1/billing/payments/{payment}")
+}
+
+pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
+    let returned = || api.at("/billing/returned");
+    let mut body = json!({
+        "amount_minor": wanted.amount,
+        "success_url": wanted.success_url.unwrap_or_else(returned),
+        "cancel_url": wanted.cancel_url.unwrap_or_else(returned),
+    });
+    if let Some(currency) = wanted.currency {
+        body["currency"] = currency.into();
+    }
+    let begun = api.post("/api/v1/billing/checkout-sessions", &body).await?;
+    let (id, url) = begun_as(&begun)?;
+    if wanted.wait {
+        // The result is the payment, once it is there.
+        say_always(&format!("Pay at: {url}"));
+    } else {
+        api.out.show(&begun, &CHECKOUT)?;
+    }
+    if !wanted.no_open && open::that_detached(url).is_err() {
+        say_always("No browser could be opened here; open that address yourself.");
+    }
+    if wanted.wait { deposited(id, wanted.timeout, api).await } else { Ok(()) }
+}
+
+pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {
+    let query: Query<'_> = which.state.map(|state| ("state", state)).into_iter().collect();
+    let path = match which.account {
+        Some(id) => format!("/api/v1/admin/billing/accounts/{id}/payments"),
+        None => "/api/v1/billing/payments".to_owned(),
+    };
+    api.out.list(&api.list(&path, &query, which.limit.into()).await?, &PAYMENTS)
+}
+
+pub(crate) async fn show(payment: Uuid, api: &Api) -> Result<(), Failure> {
+    let found = api.get(&path(payment), &[]).await?;
+    if api.out.is_json() {
+        return api.out.json(&found);
+    }
+    api.out.show(&found, &PAYMENT)?;
+    api.out.rows_below(&found["refunds"], &REFUNDS)?;
+    api.out.rows_below(&found["reversals"], &REVERSALS)
+}
+
+pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
+    let mut body = json!({ "reason": wanted.reason });
+    let given = [
+        ("payment_id", wanted.payment.map(|id| Value::from(id.to_string()))),
+        ("allocation_id", wanted.allocation.map(|id| Value::from(id.to_string()))),
+        ("amount_minor", wanted.amount.map(Value::from)),
+    ];
+    for (name, value) in given {
+        if let Some(value) = value {
+            body[name] = value;
+        }
+    }
+    api.out.show(&api.post("/api/v1/billing/refunds", &body).await?, &REFUND)
+}
+
+/// Waits until the money is in the account, or will not come.
+async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> {
+    let what = format!("Payment {id}");
+    let progress = Progress::begin(api.out, &what);
+    let mut last = String::new();
+    let watched = async {
+        loop {
+            let found = api.get(&path(id), &[]).await?;
+            let state = found["state"].as_str().unwrap_or_default();
+            let so = match found["reason"].as_str() {
+                Some(why) => format!("{what}: {state}, {why}"),
+                None => format!("{what}: {state}"),
+            };
+            if so != last {
+                progress.step(&so);
+                last = so;
+            }
+            if matches!(state, "deposited" | "canceled" | "expired") {
+                return Ok::<Value, Failure>(found);
+            }
+            tokio::time::sleep(LOOKS_EVERY).await;
+        }
+    };
+    let watched = tokio::time::timeout(limit, watched).await;
+    drop(progress);
+    let Ok(found) = watched else {
+        let seconds = limit.as_secs();
+        return Err(Failure::new(Ended::TooLate, format!("{what} is not in your account after {seconds} s"))
+            .next(format!("It goes on: gpuctl billing payment {id}")));
+    };
+    let found = found?;
+    api.out.show(&found, &PAYMENT)?;
+    match found["state"].as_str() {
+        Some("deposited") => Ok(()),
+        state => Err(Failure::new(Ended::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
+    }
+}
+
+fn begun_as(begun: &Value) -> Result<(Uuid, &str), Failure> {
+    let id = begun["id"].as_str().and_then(|id| id.parse().ok());
+    let is_of_the_web = |url: &&str| {
+        (url.starts_with("https://") || url.starts_with("http://")) && url.bytes().all(|byte| byte.is_ascii_graphic())
+    };
+    let url = begun["url"].as_str().filter(is_of_the_web);
+    id.zip(url).ok_or_else(|| Failure::new(Ended::Server, "the server's answer says not where to pay"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_address_of_the_web_is_given_to_a_browser() {
+        let id = "018f4e2a-7c1b-7000-8000-000000000001";
+        assert!(begun_as(&json!({"id": id, "url": "https://pay.example/#s"})).is_ok());
+        for url in ["file:///etc/passwd", "javascript:alert(1)", "--help", "https://a\u{1b}[2J", ""] {
+            assert!(begun_as(&json!({"id": id, "url": url})).is_err(), "{url}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Payments: money that is brought in through the payment processor, and what became of it (decisions 6; the machine is in
+//! deploy/decisions/0026).
+
+mod checkout;
+mod view;
+
+use axum::Json;
+use axum::extract::State;
+use domain::billing_account::{BillingAccount, Holder};
+use domain::payment::Payment;
+use persistence::read::ListFilter;
+use serde::{Deserialize, Serialize};
+use utoipa::IntoParams;
+use uuid::Uuid;
+
+pub(super) use checkout::*;
+
+use super::asking::{Asking, ByUser, May, SeeBilling};
+use super::billing::{holder_of, id_of};
+use super::stored::{self, Current, current};
+use crate::body::Path;
+use crate::error::ApiError;
+use crate::page::{Items, Listing, Order, Page, PageQuery};
+use crate::services::Services;
+use view::{PaymentView, StateName};
+pub(super) use view::{RefundState, RefundView};
+
+/// Which payments.
+#[derive(Debug, Deserialize, Serialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct PaymentFilter {
+    state: Option<StateName>,
+}
+
+/// What was paid into your account, or your organisation's, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(PageQuery, PaymentFilter),
+    responses((status = 200, description = "A page of payments.", body = Items<PaymentView>)),
+)]
+pub(super) async fn list(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    listing: Listing<PaymentFilter>,
+) -> Result<Json<Items<PaymentView>>, ApiError> {
+    let holder = holder_of(&asking);
+    let page = listing.page("billing/payments", &holder.to_string(), Order::OldestFirst)?;
+    payments_of(&services, &holder, &listing.filter, &page).await
+}
+
+/// One payment, with what goes back of it.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The payment's id")),
+    responses((status = 200, description = "The payment.", body = PaymentView)),
+)]
+pub(super) async fn get(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<PaymentView>, ApiError> {
+    let found = visible(&services, &asking, id).await?;
+    Ok(Json(PaymentView::of(&found.it, id_of(&found.it.holder))))
+}
+
+/// What was paid into an account, oldest first.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The account's id"), PageQuery, PaymentFilter),
+    responses((status = 200, description = "A page of payments.", body = Items<PaymentView>)),
+)]
+pub(super) async fn list_of(
+    _: May<SeeBilling>,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    listing: Listing<PaymentFilter>,
+) -> Result<Json<Items<PaymentView>>, ApiError> {
+    let account = current::<BillingAccount>(&services, id).await?;
+    let holder = account.ok_or_else(|| ApiError::not_found("billing account"))?.it.holder.clone();
+    let page = listing.page("admin/billing/payments", &id.to_string(), Order::OldestFirst)?;
+    payments_of(&services, &holder, &listing.filter, &page).await
+}
+
+/// The payment, where the caller may see it: whose account it is for, who pays it, and administrators.
+async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Payment>, ApiError> {
+    let found = current::<Payment>(services, id).await?;
+    let may_see = |found: &Current<Payment>| {
+        asking.is_admin() || found.it.payer == asking.caller.user_id || found.it.holder == holder_of(asking)
+    };
+    found.filter(may_see).ok_or_else(|| ApiError::not_found("payment"))
+}
+
+async fn payments_of(
+    services: &Services,
+    holder: &Holder,
+    given: &PaymentFilter,
+    page: &Page,
+) -> Result<Json<Items<PaymentView>>, ApiError> {
+    let state = given.state.map(|state| state.name().to_owned());
+    let filter = ListFilter { owner: Some(holder.to_string()), state, sku: None };
+    let rows = stored::list::<Payment>(services, &filter, page).await?;
+    let account = id_of(holder);
+    Ok(Json(stored::answer(page, rows, |stored| PaymentView::of(&stored.it, account))))
+}

@@ -1,0 +1,191 @@
+//! Payments as they are shown. Where their payer was sent is nobody else's business, and what opens the processor's page was never kept.
+
+use chrono::{DateTime, Utc};
+use domain::RefundId;
+use domain::payment::{Made, Payment, Phase, Refund, RefundStatus, Reversal, Taking};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+/// Money that somebody brings in.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Payment)]
+pub(in crate::api) struct PaymentView {
+    id: Uuid,
+    /// Into which it goes.
+    account_id: Uuid,
+    /// Who pays, and alone may ask for it back.
+    payer: String,
+    /// In minor units.
+    amount_minor: i64,
+    currency: String,
+    /// `created`: not known to the processor; `open`: it can be paid; `paid`: the processor has it; `deposited`: it is in the account;
+    /// `canceled`, `expired`.
+    state: StateName,
+    /// Until when it can be paid; null once it is over.
+    pay_until: Option<DateTime<Utc>>,
+    paid_at: Option<DateTime<Utc>>,
+    deposited_at: Option<DateTime<Utc>>,
+    /// Why the last attempt to pay was declined, or why it came to nothing.
+    reason: Option<String>,
+    /// What of it was not given back, nor is on its way back, in minor units.
+    left_minor: i64,
+    /// What its payer asked back.
+    refunds: Vec<RefundView>,
+    /// What was taken back at the processor without being asked for here.
+    reversals: Vec<ReversalView>,
+    created_at: DateTime<Utc>,
+}
+
+/// The states of a payment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = PaymentState)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum StateName {
+    Created,
+    Open,
+    Paid,
+    Deposited,
+    Canceled,
+    Expired,
+}
+
+/// Money that goes back.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Refund)]
+pub(in crate::api) struct RefundView {
+    pub(in crate::api) id: Uuid,
+    /// The payment that it goes back to; null where it is of an allocation's cost.
+    pub(in crate::api) payment_id: Option<Uuid>,
+    /// The allocation whose cost is given back; null where it is of a payment.
+    pub(in crate::api) allocation_id: Option<Uuid>,
+    /// In minor units, rounded down.
+    pub(in crate::api) amount_minor: i64,
+    /// The same in millionths of a minor unit.
+    pub(in crate::api) amount_micro: i64,
+    pub(in crate::api) currency: String,
+    pub(in crate::api) state: RefundState,
+    /// Why it was asked for.
+    pub(in crate::api) reason: String,
+    /// Why the account did not give it.
+    pub(in crate::api) refused_because: Option<String>,
+    pub(in crate::api) requested_at: DateTime<Utc>,
+}
+
+/// How a refund stands: `requested` of the account; taken from it and `pending` at the processor; `succeeded`: with the payer, or for an
+/// allocation's cost in the account; `refused` by the account; `failed` at the processor, and then `returned` to the account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum RefundState {
+    Requested,
+    Pending,
+    Succeeded,
+    Refused,
+    Failed,
+    Returned,
+}
+
+/// Money that was taken back at the processor.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Reversal)]
+pub(in crate::api) struct ReversalView {
+    /// The processor's id for it.
+    id: String,
+    kind: ReversalKind,
+    /// In minor units.
+    amount_minor: i64,
+    /// True where the money is there again: the dispute was won, or the refund failed.
+    is_undone: bool,
+    heard_at: DateTime<Utc>,
+}
+
+/// Somebody refunded it at the processor, or the payer's bank took it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum ReversalKind {
+    Refund,
+    Dispute,
+}
+
+impl StateName {
+    pub(in crate::api) const fn name(self) -> &'static str {
+        match self {
+            Self::Created => "created",
+            Self::Open => "open",
+            Self::Paid => "paid",
+            Self::Deposited => "deposited",
+            Self::Canceled => "canceled",
+            Self::Expired => "expired",
+        }
+    }
+}
+
+impl PaymentView {
+    pub(super) fn of(it: &Payment, account_id: Uuid) -> Self {
+        let (state, pay_until, deposited_at, ended) = match &it.phase {
+            Phase::Created { until } => (StateName::Created, Some(*until), None, None),
+            Phase::Open { until } => (StateName::Open, Some(*until), None, None),
+            Phase::Paid { .. } => (StateName::Paid, None, None, None),
+            Phase::Deposited { at, .. } => (StateName::Deposited, None, Some(*at), None),
+            Phase::Canceled { why, .. } => (StateName::Canceled, None, None, Some(why)),
+            Phase::Expired { why, .. } => (StateName::Expired, None, None, Some(why)),
+        };
+        Self {
+            id: it.id.0,
+            account_id,
+            payer: it.payer.clone(),
+            amount_minor: it.amount_minor,
+            currency: it.currency.as_str().to_owned(),
+            state,
+            pay_until,
+            paid_at: it.paid_at(),
+            deposited_at,
+            reason: ended.or(it.declined.as_ref()).cloned(),
+            left_minor: it.left_minor(),
+            refunds: it.refunds.iter().map(|(id, refund)| RefundView::of_payment(it, *id, refund)).collect(),
+            reversals: it.reversals.iter().map(|(id, reversal)| ReversalView::of(id, reversal)).collect(),
+            created_at: it.created_at,
+        }
+    }
+}
+
+impl RefundView {
+    pub(in crate::api) fn of_payment(payment: &Payment, id: RefundId, it: &Refund) -> Self {
+        let status = it.at_processor.as_ref().map(|known| known.status);
+        let (amount_minor, state, refused_because) = match (&it.taking, status) {
+            (Taking::Asked { most_minor, .. }, _) => (*most_minor, RefundState::Requested, None),
+            (Taking::Taken { amount_minor }, None | Some(RefundStatus::Pending)) => {
+                (*amount_minor, RefundState::Pending, None)
+            }
+            (Taking::Taken { amount_minor }, Some(RefundStatus::Succeeded)) => {
+                (*amount_minor, RefundState::Succeeded, None)
+            }
+            (Taking::Taken { amount_minor }, Some(RefundStatus::Failed)) => (*amount_minor, RefundState::Failed, None),
+            (Taking::Refused { why }, _) => (0, RefundState::Refused, Some(why.clone())),
+            (Taking::GivenBack { amount_minor }, _) => (*amount_minor, RefundState::Returned, None),
+        };
+        Self {
+            id: id.0,
+            payment_id: Some(payment.id.0),
+            allocation_id: None,
+            amount_minor,
+            amount_micro: amount_minor.saturating_mul(domain::money::MICRO_PER_MINOR),
+            currency: payment.currency.as_str().to_owned(),
+            state,
+            reason: it.reason.clone(),
+            refused_because,
+            requested_at: it.asked_at,
+        }
+    }
+}
+
+impl ReversalView {
+    fn of(id: &str, it: &Reversal) -> Self {
+        let kind = match it.made {
+            Made::Refund => ReversalKind::Refund,
+            Made::Dispute => ReversalKind::Dispute,
+        };
+        let (amount_minor, is_undone, heard_at) = (it.amount_minor, it.is_undone, it.heard_at);
+        Self { id: id.to_owned(), kind, amount_minor, is_undone, heard_at }
+    }
+}

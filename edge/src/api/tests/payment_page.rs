@@ -1,0 +1,105 @@
+//! The page on which payments are made, as it is served; what it does in a browser is tested in `tests/it/payment_page.rs`.
+
+use super::payments::{checkout, id_of, pay, wanted};
+use super::till::Till;
+use super::world::World;
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+async fn text(response: Response) -> String {
+    let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn the_page_runs_its_own_script_and_the_processors_and_talks_to_nobody_else() {
+    let till = Till::default();
+    let world = World::with_till(&till).await;
+    let page = world.get(&format!("/billing/checkout/{}", Uuid::from_u128(1))).response().await;
+    assert_eq!(page.status(), StatusCode::OK);
+    let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();
+    let may = header("content-security-policy");
+    for rule in [
+        "default-src 'none';",
+        "script-src 'self' https://js.processor.example;",
+        "connect-src 'self' https://api.processor.example https://js.processor.example;",
+        "frame-src https://js.processor.example;",
+        "form-action 'none';",
+        "frame-ancestors 'none'",
+    ] {
+        assert!(may.contains(rule), "{may}");
+    }
+    assert_eq!((header("referrer-policy"), header("x-content-type-options")), ("no-referrer".into(), "nosniff".into()));
+    let page = text(page).await;
+    assert!(
+        page.contains("src=\"https://js.processor.example/v3/\"")
+            && page.contains("\"pk_test_1\"")
+            && !page.contains("{{")
+    );
+    assert_eq!(page.matches("<script").count(), 2);
+    assert!(!page.contains(" onload="));
+    // It is the same for every payment, also for those that there are not.
+    let other = world.get(&format!("/billing/checkout/{}", Uuid::from_u128(2))).response().await;
+    assert_eq!(text(other).await, page);
+    world.get("/billing/checkout/somewhere").send().await.refused(400, "invalid_request");
+
+    let mut wanted: Vec<String> =
+        page.split("\"/billing/assets/").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
+    let mut served = 0;
+    while let Some(name) = wanted.pop() {
+        let answer = world.get(&format!("/billing/assets/{name}")).response().await;
+        assert_eq!(answer.status(), StatusCode::OK, "{name}");
+        let etag = answer.headers()["etag"].to_str().unwrap().to_owned();
+        let again = world.get(&format!("/billing/assets/{name}")).header("if-none-match", &etag).response().await;
+        assert_eq!(again.status(), StatusCode::NOT_MODIFIED, "{name}");
+        wanted.extend(
+            text(answer).await.split("from \"./").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()),
+        );
+        served += 1;
+    }
+    assert_eq!(served, 4);
+    let returned = world.get("/billing/returned").response().await;
+    assert!(
+        returned.headers()["content-security-policy"]
+            .to_str()
+            .unwrap()
+            .starts_with("default-src 'none'; style-src 'self';")
+    );
+    assert!(!text(returned).await.contains("<script"));
+    world.get("/billing/assets/paying.test.js").send().await.refused(404, "not_found");
+}
+
+#[tokio::test]
+async fn what_is_to_be_paid_is_told_to_whoever_has_the_address() {
+    let till = Till::default();
+    let world = World::with_till(&till).await;
+    let id = id_of(&checkout(&world, "k", &wanted(5_000)).await);
+    let terms =
+        async |payment: &str, name: &str| world.get(&format!("/billing/checkout/{payment}/terms/{name}")).send().await;
+    let known = terms(&id.to_string(), "pi_1").await;
+    let expected = json!({
+        "amount_minor": 5_000, "currency": "EUR", "state": "open",
+        "success_url": "https://console.example/paid?of=1", "cancel_url": "http://localhost:3000/billing",
+    });
+    assert_eq!((known.is(200), &known.headers["cache-control"]), (&expected, &"no-store".parse().unwrap()));
+    for (payment, name) in
+        [(id.to_string(), "pi_2"), (Uuid::from_u128(7).to_string(), "pi_1"), (id.to_string(), "pi_1_secret_x")]
+    {
+        terms(&payment, name).await.refused(404, "not_found");
+    }
+    pay(&world, &till, id).await;
+    assert_eq!(terms(&id.to_string(), "pi_1").await.is(200)["state"], Value::from("deposited"));
+}
+
+#[tokio::test]
+async fn where_the_processor_has_a_page_there_is_none_of_ours() {
+    let hosted = World::with_till(&Till::hosted()).await;
+    for world in [&hosted, &World::new().await] {
+        for path in ["", "/terms/pi_1"] {
+            let path = format!("/billing/checkout/{}{path}", Uuid::from_u128(1));
+            world.get(&path).send().await.refused(404, "not_found");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Events in Stripe's shape, and what each of them tells.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::processor::{DisputeStatus, RefundStatus};
+use domain::PaymentId;
+use domain::money::Currency;
+use serde_json::json;
+use uuid::Uuid;
+
+const OURS: Uuid = Uuid::from_u128(7);
+
+fn event(event_type: &str, object: Value) -> StripeEvent {
+    let event = json!({
+        "id": "evt_1", "object": "event", "api_version": "2024-06-20", "created": 1_700_000_000, "livemode": false,
+        "pending_webhooks": 1, "request": { "id": null, "idempotency_key": null }, "type": event_type, "data": { "object": object },
+    });
+    StripeEvent::read(event.to_string().as_bytes()).unwrap()
+}
+
+fn news(event_type: &str, object: Value) -> News {
+    event(event_type, object).news().unwrap()
+}
+
+fn intent(status: &str) -> Value {
+    json!({
+        "id": "pi_1", "object": "payment_intent", "amount": 5_000, "amount_received": 5_000, "currency": "eur", "status": status,
+        "latest_charge": "ch_1", "metadata": { "payment_id": OURS.to_string() }, "shipping": { "name": "Ann" },
+    })
+}
+
+fn session(status: &str, payment_status: &str) -> Value {
+    json!({
+        "id": "cs_1", "object": "checkout.session", "amount_total": 5_000, "currency": "eur", "status": status,
+        "payment_status": payment_status, "payment_intent": "pi_1", "client_reference_id": OURS.to_string(), "metadata": {},
+    })
+}
+
+fn refund(status: &str) -> Value {
+    json!({
+        "id": "re_1", "object": "refund", "amount": 500, "currency": "eur", "status": status, "charge": "ch_1",
+        "payment_intent": "pi_1", "metadata": {},
+    })
+}
+
+fn dispute(status: &str) -> Value {
+    json!({
+        "id": "dp_1", "object": "dispute", "amount": 5_000, "currency": "eur", "status": status, "charge": "ch_1",
+        "payment_intent": "pi_1", "evidence": { "customer_name": "Ann" },
+    })
+}
+
+fn standing(processor_id: &str, status: Status) -> News {
+    let currency = Currency::parse("EUR").unwrap();
+    let payment_id = Some(PaymentId(OURS));
+    News::Payment(Standing { processor_id: processor_id.into(), payment_id, amount_minor: 5_000, currency, status })
+}
+
+#[test]
+fn a_payment_is_told_as_it_stood_then() {
+    let paid = || Status::Paid { charge_id: Some("ch_1".into()) };
+    assert_eq!(news("payment_intent.succeeded", intent("succeeded")), standing("pi_1", paid()));
+    assert_eq!(news("payment_intent.processing", intent("processing")), standing("pi_1", Status::Processing));
+    assert_eq!(news("payment_intent.canceled", intent("canceled")), standing("pi_1", Status::Canceled));
+    let mut declined = intent("requires_payment_method");
+    let failed = |intent| news("payment_intent.payment_failed", intent);
+    assert_eq!(failed(declined.clone()), standing("pi_1", Status::Declined { why: "declined".into() }));
+    declined["last_payment_error"] = json!({ "code": "card_declined", "message": "Ann's card was declined." });
+    assert_eq!(failed(declined), standing("pi_1", Status::Declined { why: "card_declined".into() }));
+}
+
+#[test]
+fn a_checkout_is_paid_under_its_intent_and_over_under_its_own_id() {
+    let told = |event_type: &str, object| news(&format!("checkout.session.{event_type}"), object);
+    let paid = || Status::Paid { charge_id: None };
+    assert_eq!(told("completed", session("complete", "paid")), standing("pi_1", paid()));
+    assert_eq!(told("async_payment_succeeded", session("complete", "paid")), standing("pi_1", paid()));
+    // A bank takes days.
+    assert_eq!(told("completed", session("complete", "unpaid")), standing("cs_1", Status::Processing));
+    assert_eq!(told("async_payment_failed", session("complete", "unpaid")), standing("cs_1", Status::Canceled));
+    assert_eq!(told("expired", session("expired", "unpaid")), standing("cs_1", Status::Expired));
+}
+
+#[test]
+fn refunds_are_told_one_by_one_or_looked_up_where_the_event_has_none() {
+    let currency = Currency::parse("EUR").unwrap();
+    let told = |status| {
+        News::Refunds(vec![RefundStanding {
+            processor_refund_id: "re_1".into(),
+            refund_id: None,
+            of: Some("pi_1".into()),
+            amount_minor: 500,
+            currency: currency.clone(),
+            status,
+        }])
+    };
+    assert_eq!(news("refund.created", refund("pending")), told(RefundStatus::Pending));
+    assert_eq!(news("refund.updated", refund("succeeded")), told(RefundStatus::Succeeded));
+    assert_eq!(news("charge.refund.updated", refund("succeeded")), told(RefundStatus::Succeeded));
+    assert_eq!(news("refund.failed", refund("failed")), told(RefundStatus::Failed));
+    let mut charge = json!({ "id": "ch_1", "object": "charge", "amount_refunded": 500, "payment_intent": "pi_1" });
+    assert_eq!(news("charge.refunded", charge.clone()), News::RefundsOf("pi_1".into()));
+    charge["refunds"] = json!({ "object": "list", "has_more": false, "data": [refund("succeeded")] });
+    assert_eq!(news("charge.refunded", charge.clone()), told(RefundStatus::Succeeded));
+    charge["refunds"]["has_more"] = json!(true);
+    assert_eq!(news("charge.refunded", charge.clone()), News::RefundsOf("pi_1".into()));
+    // One that was made without an intent.
+    charge["payment_intent"] = Value::Null;
+    assert_eq!(news("charge.refunded", charge), News::Refunds(Vec::new()));
+}
+
+#[test]
+fn a_dispute_is_told_by_what_has_become_of_the_money() {
+    for (event_type, status, expected) in [
+        ("created", "warning_needs_response", DisputeStatus::Inquiry),
+        ("created", "needs_response", DisputeStatus::Opened),
+        ("funds_withdrawn", "needs_response", DisputeStatus::Opened),
+        ("updated", "under_review", DisputeStatus::Opened),
+        ("closed", "lost", DisputeStatus::Opened),
+        ("closed", "won", DisputeStatus::Won),
+        ("funds_reinstated", "won", DisputeStatus::Won),
+    ] {
+        let News::Dispute(told) = news(&format!("charge.dispute.{event_type}"), dispute(status)) else { panic!() };
+        assert_eq!(
+            (told.status, told.of.as_deref(), told.amount_minor),
+            (expected, Some("pi_1"), 5_000),
+            "{event_type}"
+        );
+    }
+}
+
+#[test]
+fn from_everything_else_nothing_follows() {
+    for event_type in ["customer.created", "payment_intent.created", "charge.succeeded", "payout.paid", "x"] {
+        assert_eq!(news(event_type, json!({ "anything": [1, 2] })), News::Nothing);
+    }
+}
+
+#[test]
+fn an_object_that_is_not_what_its_type_promises_is_named_without_its_words() {
+    for (event_type, object) in [
+        ("payment_intent.succeeded", json!({ "id": "pi_1", "name": "Ann" })),
+        ("payment_intent.succeeded", json!({ "id": "pi_1", "amount": "5000", "currency": "eur", "status": "Ann" })),
+        ("payment_intent.succeeded", json!({ "id": "pi_1", "amount": 1e300, "currency": "eur", "status": "Ann" })),
+        ("checkout.session.completed", json!({ "id": "cs_1", "payment_status": "paid", "name": "Ann" })),
+        ("refund.created", json!({ "id": "re_1", "amount": 1, "currency": "Ann is no currency" })),
+        ("charge.dispute.created", json!({ "name": "Ann" })),
+        ("charge.refunded", json!({ "id": "ch_1", "payment_intent": 5, "name": "Ann" })),
+    ] {
+        let error = event(event_type, object).news().unwrap_err().to_string();
+        assert!(!error.contains("Ann"), "{error}");
+    }
+}
+
+#[test]
+fn the_same_event_is_known_however_it_is_delivered_and_another_is_not() {
+    let first = event("refund.created", refund("pending")).digest();
+    let again = r#"{"type": "refund.created", "pending_webhooks": 3, "id": "evt_1", "data": {"object": {"status": "pending",
+        "payment_intent": "pi_1", "metadata": {}, "object": "refund", "id": "re_1", "amount": 500, "currency": "eur", "charge": "ch_1"}}}"#;
+    assert_eq!(StripeEvent::read(again.as_bytes()).unwrap().digest(), first);
+    assert_ne!(event("refund.updated", refund("pending")).digest(), first);
+    assert_ne!(event("refund.created", refund("succeeded")).digest(), first);
+    let of = event("refund.created", refund("pending"));
+    assert_eq!((of.object_id().as_deref(), of.occurred_at.unwrap().timestamp()), (Some("re_1"), 1_700_000_000));
+}
+
+#[test]
+fn what_is_no_event_is_refused() {
+    let whole = json!({ "id": "evt_1", "object": "event", "type": "a.b", "data": { "object": {} } });
+    let without = |name: &str| {
+        let mut event = whole.clone();
+        event.as_object_mut().unwrap().remove(name);
+        event
+    };
+    let with = |name: &str, value: Value| {
+        let mut event = whole.clone();
+        event[name] = value;
+        event
+    };
+    assert!(StripeEvent::read(whole.to_string().as_bytes()).is_ok());
+    for wrong in [
+        without("id"),
+        without("type"),
+        without("data"),
+        with("id", json!("evt 1")),
+        with("id", json!("e".repeat(256))),
+        with("id", json!("evt_\u{0}")),
+        with("type", json!("")),
+        with("type", json!("Ann's\n")),
+        with("type", json!("a".repeat(101))),
+        with("object", json!("v2.core.event")),
+        with("data", json!({ "object": [] })),
+        with("data", json!({ "object": null })),
+        json!([]),
+        json!(null),
+    ] {
+        assert!(StripeEvent::read(wrong.to_string().as_bytes()).is_err(), "{wrong}");
+    }
+    for wrong in ["", "{", "\u{feff}{}", "{\"id\":"] {
+        assert!(StripeEvent::read(wrong.as_bytes()).is_err(), "{wrong}");
+    }
+    let deep = format!("{}1{}", "[".repeat(100_000), "]".repeat(100_000));
+    assert!(StripeEvent::read(deep.as_bytes()).is_err());
+}

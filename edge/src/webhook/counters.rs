@@ -1,0 +1,82 @@
+//! What becomes of what the payment processor sends (specification, *Observability surface*): each class of failure by itself, so that an
+//! alert says whose fault it is.
+
+use prometheus::core::{AtomicU64, GenericCounter};
+use prometheus::{Opts, Registry};
+use std::sync::LazyLock;
+
+type Counter = GenericCounter<AtomicU64>;
+
+/// Of the process, whichever part of it counts.
+pub static COUNTERS: LazyLock<Counters> = LazyLock::new(Counters::new);
+
+/// See [`COUNTERS`].
+pub struct Counters {
+    pub(super) received: Counter,
+    pub(super) signature_failures: Counter,
+    pub(super) invalid_payload: Counter,
+    pub(super) persist_failures: Counter,
+    processed_success: Counter,
+    processing_failures: Counter,
+    not_ours: Counter,
+}
+
+impl Counters {
+    fn new() -> Self {
+        // Fixed names that fit: what could fail here fails in every test.
+        let counter = |name: &str, help: &str| {
+            GenericCounter::with_opts(Opts::new(name, help)).unwrap_or_else(|error| unreachable!("{name}: {error}"))
+        };
+        Self {
+            received: counter("webhook_events_received_total", "Webhooks that came in, good or bad."),
+            signature_failures: counter(
+                "webhook_signature_failures_total",
+                "Webhooks that were not believed: without a signature, with a wrong or an old one.",
+            ),
+            invalid_payload: counter(
+                "webhook_invalid_payload_total",
+                "Webhooks whose body is too large, no event, or another event under a known id.",
+            ),
+            persist_failures: counter(
+                "webhook_persist_failures_total",
+                "Webhooks that could not be stored; the processor sends them again.",
+            ),
+            processed_success: counter("webhook_processed_success_total", "Stored events that were heeded."),
+            processing_failures: counter(
+                "webhook_processing_failures_total",
+                "Attempts at a stored event that came to nothing; it is tried again, and then waits for an operator.",
+            ),
+            not_ours: counter("webhook_not_ours_total", "Heeded events that concern nothing that was made here."),
+        }
+    }
+
+    /// # Errors
+    /// Where the registry has metrics of these names.
+    pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
+        let all = [
+            &self.received,
+            &self.signature_failures,
+            &self.invalid_payload,
+            &self.persist_failures,
+            &self.processed_success,
+            &self.processing_failures,
+            &self.not_ours,
+        ];
+        all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
+    }
+
+    /// A stored event was heeded.
+    pub fn processed(&self) {
+        self.processed_success.inc();
+    }
+
+    /// It concerned nothing of ours.
+    pub fn not_ours(&self) {
+        self.not_ours.inc();
+    }
+
+    /// An attempt at a stored event came to nothing.
+    pub fn processing_failed(&self) {
+        self.processing_failures.inc();
+    }
+}

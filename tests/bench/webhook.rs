@@ -1,0 +1,244 @@
+//! Webhooks taken in, a second, against a plain handler in the same run that checks the same signature and does one INSERT for each event.
+//! Ours keeps each event sealed, with its history and what follows from it, and works on it while the next ones come in. Both ends speak
+//! HTTP/1.1 over TLS on kept connections, each as a process of its own.
+
+use anyhow::{Context, ensure};
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::routing::post;
+use edge::processor::signature::WebhookSecrets;
+use edge::webhook::PATH;
+use futures::future::{join_all, try_join_all};
+use hdrhistogram::Histogram;
+use secrecy::ExposeSecret as _;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sqlx::postgres::{PgPool, PgPoolOptions};
+use std::io::{BufRead as _, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tests::bench::caller::{Caller, Request};
+use tests::bench::{Plan, Report, Turns, encrypted, median, programs, rounded};
+use tests::world::World;
+use tests::world::desk::{Desk, SECRET, event, signature};
+use tokio::sync::Mutex;
+
+const VARIABLE: &str = "BENCH_WEBHOOK_BASELINE";
+/// Connections, with an event under way on each.
+const AT_ONCE: usize = 64;
+const AIM_PER_SECOND: f64 = 2_000.0;
+/// How long may be waited until everything is worked on.
+const DRAINED_WITHIN: Duration = Duration::from_secs(120);
+
+/// Events so far, of both: none comes twice.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+fn main() -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(async {
+        match std::env::var(VARIABLE) {
+            Ok(settings) => serve(serde_json::from_str(&settings)?).await,
+            Err(_) => run().await,
+        }
+    })
+}
+
+async fn run() -> anyhow::Result<()> {
+    let plan = Plan::from_environment()?;
+    let desk = Desk::start().await;
+    let world = World::plan().binaries(&programs()?).variable("RUST_LOG", "warn");
+    let world = desk.plan(world).start().await;
+    match measure(&world, plan).await {
+        Ok(report) => {
+            world.end().await;
+            report.publish()
+        }
+        // The world goes as it stands, and tells where it lies.
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
+    let plain = Baseline::start(world).await?;
+    let url = world.replicas[0].webhook_url();
+    let ours = connect(url.strip_suffix(PATH).context("a webhook URL ends with its path")?, world).await?;
+    let theirs = connect(&plain.url, world).await?;
+    for callers in [&ours, &theirs] {
+        load(callers, Duration::from_secs(1)).await?;
+    }
+    drained(world).await?;
+    let mut turns = Turns::default();
+    let (mut worked, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..plan.rounds {
+        let began = Instant::now();
+        let (rate, taken) = load(&ours, plan.each).await?;
+        drained(world).await?;
+        worked.push(taken as f64 / began.elapsed().as_secs_f64());
+        turns.round(rate, load(&theirs, plan.each).await?.0);
+        let times = paced(&ours, plan.each, rate / 2.0).await?;
+        p50.push(times.value_at_quantile(0.5) as f64 / 1000.0);
+        p99.push(times.value_at_quantile(0.99) as f64 / 1000.0);
+        drained(world).await?;
+    }
+    let met = if turns.ours() >= AIM_PER_SECOND { "met" } else { "missed" };
+    Ok(Report::new("webhook", "events/s", "a plain axum handler and an INSERT", &turns)
+        .figure("taken_in_and_worked_on_per_second", rounded(median(&worked)))
+        .figure("p50_ms_at_half_load", rounded(median(&p50)))
+        .figure("p99_ms_at_half_load", rounded(median(&p99)))
+        .figure("aim_2000_per_second", met)
+        .condition("replicas", 1)
+        .condition("connections", AT_ONCE)
+        .condition("body_bytes", body(0).len()))
+}
+
+/// An event of usual size from which nothing follows.
+fn body(number: u64) -> String {
+    let lines: Vec<Value> = (0..12)
+        .map(|line| json!({ "id": format!("il_{number}_{line}"), "amount": 1_000 + line, "currency": "usd", "description": "one of a dozen lines" }))
+        .collect();
+    let object =
+        json!({ "id": format!("in_{number}"), "object": "invoice", "currency": "usd", "lines": { "data": lines } });
+    event(&format!("evt_{number}"), "invoice.updated", &object)
+}
+
+fn next() -> Request {
+    let body = body(NUMBER.fetch_add(1, Ordering::Relaxed));
+    Request::signed(PATH, &signature("v1", 0, &body), &body)
+}
+
+async fn connect(base: &str, world: &World) -> anyhow::Result<Vec<Mutex<Caller>>> {
+    let ca = world.authority.certificate_path();
+    let connecting = (0..AT_ONCE).map(|_| Caller::connect(base, ca));
+    Ok(try_join_all(connecting).await?.into_iter().map(Mutex::new).collect())
+}
+
+/// Answers a second on all connections at once, and how many there were.
+async fn load(callers: &[Mutex<Caller>], during: Duration) -> anyhow::Result<(f64, u64)> {
+    let began = Instant::now();
+    let one = async |caller: &Mutex<Caller>| {
+        let mut caller = caller.lock().await;
+        let mut done = 0_u64;
+        while began.elapsed() < during {
+            caller.ask(&next()).await?;
+            done += 1;
+        }
+        anyhow::Ok(done)
+    };
+    let mut done = 0;
+    for of_one in join_all(callers.iter().map(one)).await {
+        done += of_one?;
+    }
+    ensure!(done > 0, "nothing was answered");
+    Ok((done as f64 / began.elapsed().as_secs_f64(), done))
+}
+
+/// Events at a rate, in microseconds from when each was due.
+async fn paced(callers: &[Mutex<Caller>], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
+    let began = Instant::now();
+    let interval = Duration::from_secs_f64(callers.len() as f64 / per_second.max(1.0));
+    let one = async |(number, caller): (usize, &Mutex<Caller>)| {
+        let mut caller = caller.lock().await;
+        let mut times = Histogram::<u64>::new(3)?;
+        let mut due = began + interval.mul_f64(number as f64 / AT_ONCE as f64);
+        while due.duration_since(began) < during {
+            tokio::time::sleep_until(due.into()).await;
+            caller.ask(&next()).await?;
+            times.record(u64::try_from(due.elapsed().as_micros())?)?;
+            due += interval;
+        }
+        anyhow::Ok(times)
+    };
+    let mut times = Histogram::<u64>::new(3)?;
+    for of_one in join_all(callers.iter().enumerate().map(one)).await {
+        times.add(of_one?)?;
+    }
+    Ok(times)
+}
+
+/// Waits until every event is worked on.
+async fn drained(world: &World) -> anyhow::Result<()> {
+    let until = Instant::now() + DRAINED_WITHIN;
+    loop {
+        let statement = "SELECT EXISTS (SELECT 1 FROM entity WHERE kind = 'processor_event' AND state <> 'processed')";
+        let waits: bool = sqlx::query_scalar(statement).fetch_one(&world.pool).await?;
+        if !waits {
+            return Ok(());
+        }
+        ensure!(Instant::now() < until, "events are not worked on within {DRAINED_WITHIN:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// The plain handler's process.
+struct Baseline {
+    url: String,
+    process: Child,
+}
+
+#[derive(Deserialize, Serialize)]
+struct Settings {
+    database: String,
+    certificate: PathBuf,
+    key: PathBuf,
+}
+
+impl Baseline {
+    async fn start(world: &World) -> anyhow::Result<Self> {
+        let table = "CREATE TABLE plain (id text PRIMARY KEY, body jsonb NOT NULL, received_at timestamptz NOT NULL DEFAULT now())";
+        sqlx::query(table).execute(&world.pool).await?;
+        let certificate = world.authority.server_certificate("plain")?;
+        let settings = Settings {
+            database: world.postgres.url().expose_secret().to_owned(),
+            certificate: certificate.certificate_path,
+            key: certificate.key_path,
+        };
+        let mut command = Command::new(std::env::current_exe()?);
+        command.env(VARIABLE, serde_json::to_string(&settings)?).stdout(Stdio::piped());
+        let mut process = command.spawn().context("the baseline does not start")?;
+        let out = process.stdout.take().context("the baseline has no output")?;
+        let mut port = String::new();
+        BufReader::new(out).read_line(&mut port)?;
+        Ok(Self { url: format!("https://127.0.0.1:{}", port.trim()), process })
+    }
+}
+
+impl Drop for Baseline {
+    fn drop(&mut self) {
+        // It has nothing to lose.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[derive(Clone)]
+struct Plain {
+    pool: PgPool,
+    secrets: WebhookSecrets,
+}
+
+async fn serve(settings: Settings) -> anyhow::Result<()> {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let pool = PgPoolOptions::new().max_connections(16).connect(&settings.database).await?;
+    let secrets = WebhookSecrets::new(&[SECRET.into()]).context("the secret is one")?;
+    let router = Router::new().route(PATH, post(take)).with_state(Plain { pool, secrets });
+    encrypted::serve(router, &settings.certificate, &settings.key).await
+}
+
+async fn take(State(plain): State<Plain>, headers: HeaderMap, body: Bytes) -> Result<(), StatusCode> {
+    let signature = headers.get("stripe-signature").and_then(|value| value.to_str().ok());
+    let signature = signature.ok_or(StatusCode::BAD_REQUEST)?;
+    plain.secrets.verify(signature, &body, chrono::Utc::now()).map_err(|_| StatusCode::BAD_REQUEST)?;
+    let event: Value = serde_json::from_slice(&body).map_err(|_| StatusCode::BAD_REQUEST)?;
+    let id = event["id"].as_str().ok_or(StatusCode::BAD_REQUEST)?;
+    sqlx::query("INSERT INTO plain (id, body) VALUES ($1, $2) ON CONFLICT DO NOTHING")
+        .bind(id)
+        .bind(&event)
+        .execute(&plain.pool)
+        .await
+        .map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?;
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! A plain server behind TLS, to hold ours against: a process of its own that says its port first.
+
+use axum::Router;
+use rustls::ServerConfig;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+
+/// A listener that ends TLS.
+struct Encrypted {
+    listener: TcpListener,
+    tls: TlsAcceptor,
+}
+
+/// Serves until it is killed; says its port on standard output.
+///
+/// # Errors
+/// Where certificate or key cannot be read, or there is no port.
+pub async fn serve(router: Router, certificate: &Path, key: &Path) -> anyhow::Result<()> {
+    let chain = CertificateDer::pem_file_iter(certificate)?.collect::<Result<Vec<_>, _>>()?;
+    let key = PrivateKeyDer::from_pem_file(key)?;
+    let tls = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key)?;
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    say(listener.local_addr()?.port())?;
+    axum::serve(Encrypted { listener, tls: TlsAcceptor::from(Arc::new(tls)) }, router).await?;
+    Ok(())
+}
+
+fn say(port: u16) -> std::io::Result<()> {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{port}")?;
+    out.flush()
+}
+
+impl axum::serve::Listener for Encrypted {
+    type Io = TlsStream<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        loop {
+            let Ok((stream, address)) = self.listener.accept().await else { continue };
+            let _ = stream.set_nodelay(true);
+            if let Ok(stream) = self.tls.accept(stream).await {
+                return (stream, address);
+            }
+        }
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}

@@ -1,0 +1,183 @@
+//! A payment processor of a test's own: it shows what it is told to, and sends what a test signs in its name. Whoever needs one that thinks
+//! for itself takes another.
+
+use super::client::{Answer, answer_to};
+use super::plan::Plan;
+use super::{CURRENCY, PATIENCE, World};
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use chrono::Utc;
+use domain::billing_account::Holder;
+use domain::machine::Trace;
+use domain::money::Currency;
+use domain::payment::{Command, Payment};
+use domain::policy::PolicyBook;
+use domain::{BillingAccountId, Ctx, Kind, Machine as _, PaymentId, Principal};
+use hmac::{Hmac, KeyInit as _, Mac as _};
+use serde_json::{Value, json};
+use sha2::Sha256;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use uuid::Uuid;
+
+/// What the desk's events are signed with.
+pub const SECRET: &str = "whsec_of_the_desk_0123456789";
+
+type Shown = Arc<Mutex<BTreeMap<String, Value>>>;
+
+/// See the module. Ends with the test.
+pub struct Desk {
+    address: SocketAddr,
+    shown: Shown,
+}
+
+impl Desk {
+    pub async fn start() -> Self {
+        let shown = Shown::default();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+        let address = listener.local_addr().expect("a bound socket has an address");
+        let router = Router::new().fallback(show).with_state(Arc::clone(&shown));
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Self { address, shown }
+    }
+
+    /// A world that pays at this desk.
+    pub fn plan(&self, plan: Plan) -> Plan {
+        plan.variable("SVC_PAYMENTS_SECRET_KEY", "sk_of_the_desk_0123456789")
+            .variable("SVC_PAYMENTS_WEBHOOK_SECRETS", SECRET)
+            .variable("SVC_PAYMENTS_API_BASE", &format!("http://{}", self.address))
+            .variable("SVC_PAYMENTS_CURRENCY", CURRENCY)
+    }
+
+    /// What is answered to a GET of this path from now on; every other object is not there.
+    pub fn shows(&self, path: &str, object: Value) {
+        self.shown.lock().unwrap().insert(path.to_owned(), object);
+    }
+
+    /// It shows the intent of a payment.
+    pub fn knows(&self, intent: &Value) {
+        self.shows(
+            &format!("/v1/payment_intents/{}", intent["id"].as_str().expect("an intent has an id")),
+            intent.clone(),
+        );
+    }
+}
+
+async fn show(State(shown): State<Shown>, request: Request) -> Response {
+    let object = shown.lock().unwrap().get(request.uri().path()).cloned();
+    match object {
+        Some(object) => axum::Json(object).into_response(),
+        None => {
+            let error = json!({ "error": { "code": "resource_missing", "message": "No such object." } });
+            (StatusCode::NOT_FOUND, axum::Json(error)).into_response()
+        }
+    }
+}
+
+/// An event in Stripe's shape.
+#[must_use]
+pub fn event(id: &str, event_type: &str, object: &Value) -> String {
+    let event = json!({
+        "id": id, "object": "event", "api_version": "2024-06-20", "created": Utc::now().timestamp(), "livemode": false,
+        "pending_webhooks": 1, "request": { "id": null, "idempotency_key": null }, "type": event_type,
+        "data": { "object": object },
+    });
+    serde_json::to_string_pretty(&event).expect("it is JSON")
+}
+
+/// An intent of `amount` minor units for a payment of ours.
+#[must_use]
+pub fn intent(id: &str, of: PaymentId, amount: i64, status: &str) -> Value {
+    json!({
+        "id": id, "object": "payment_intent", "amount": amount, "amount_received": amount, "currency": CURRENCY.to_lowercase(),
+        "status": status, "latest_charge": format!("ch_{id}"), "metadata": { "payment_id": of.0.to_string() },
+    })
+}
+
+/// The header for a body, made so long ago, by a scheme.
+#[must_use]
+pub fn signature(scheme: &str, seconds_ago: i64, body: &str) -> String {
+    let at = Utc::now().timestamp() - seconds_ago;
+    let mut mac = Hmac::<Sha256>::new_from_slice(SECRET.as_bytes()).expect("a key of any length will do");
+    mac.update(format!("{at}.{body}").as_bytes());
+    format!("t={at},{scheme}={}", hex::encode(mac.finalize().into_bytes()))
+}
+
+impl World {
+    /// Sends an event to a replica, as the processor does.
+    pub async fn deliver(&self, replica: usize, body: &str) -> Answer {
+        self.try_deliver(replica, &signature("v1", 0, body), body).await.expect("there is an answer")
+    }
+
+    /// The same under any signature.
+    ///
+    /// # Errors
+    /// Where no whole answer came.
+    pub async fn try_deliver(&self, replica: usize, signature: &str, body: &str) -> Result<Answer, reqwest::Error> {
+        let request = self.admin.http().post(self.replicas[replica].webhook_url());
+        let request = request.header("content-type", "application/json; charset=utf-8");
+        answer_to(request.header("stripe-signature", signature).body(body.to_owned())).await
+    }
+
+    /// Sends it as the processor does: until it is taken.
+    pub async fn deliver_until_taken(&self, replica: usize, body: &str) {
+        let until = std::time::Instant::now() + PATIENCE;
+        loop {
+            let answer = self.try_deliver(replica, &signature("v1", 0, body), body).await;
+            if answer.as_ref().is_ok_and(|answer| answer.status.is_success()) {
+                return;
+            }
+            assert!(std::time::Instant::now() < until, "it is never taken: {answer:?}");
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+    }
+
+    /// A payment of the person's that is open at the processor under this id, as if they had begun it a moment ago.
+    pub async fn payment_under_way(&self, username: &str, amount_minor: i64, processor_id: &str) -> PaymentId {
+        let user_id = self.identity.person(username).expect("the person can log in").id;
+        let id = Uuid::now_v7();
+        let create = Command::Create {
+            account_id: BillingAccountId(Uuid::nil()),
+            holder: Holder::User(user_id.clone()),
+            payer: user_id,
+            amount_minor,
+            currency: Currency::parse(CURRENCY).expect("it is one"),
+            success_url: "https://shop.example/done".to_owned(),
+            cancel_url: "https://shop.example/back".to_owned(),
+        };
+        let (policy, by) = (PolicyBook::default(), Principal::system("a test"));
+        let ctx = Ctx {
+            now: Utc::now(),
+            policy: &policy,
+            by: &by,
+            correlation_id: "a-test",
+            trace: Trace::default(),
+            seed: 1,
+            id,
+            version: 0,
+        };
+        let created = Payment::decide(None, create, &ctx).expect("it can be created").next.expect("it is");
+        let opened = Command::Opened { processor_id: processor_id.to_owned() };
+        let open = Payment::decide(Some(&created), opened, &ctx).expect("it can be opened").next.expect("it is");
+        sqlx::query(
+            "INSERT INTO entity (id, kind, shard, version, state, body, owner, created_at, updated_at)
+             VALUES ($1, $2, $3, 1, 'open', $4, $5, now(), now())",
+        )
+        .bind(id)
+        .bind(Kind::Payment.as_str())
+        .bind(i16::from(actors::place::shard_of(id).0))
+        .bind(serde_json::to_value(&open).expect("it is JSON"))
+        .bind(&open.payer)
+        .execute(&self.pool)
+        .await
+        .expect("the database takes it");
+        sqlx::query("INSERT INTO entity_count (kind, state, change) VALUES ('payment', 'open', 1)")
+            .execute(&self.pool)
+            .await
+            .expect("the database counts it");
+        PaymentId(id)
+    }
+}
