@@ -72,7 +72,11 @@ pub async fn run<K, T, W>(
 
 /// The next turn; the present one where it has `more`.
 async fn next(clock: &mut Interval, more: bool) {
-    if more { clock.reset() } else { drop(clock.tick().await) }
+    if more {
+        clock.reset();
+    } else {
+        clock.tick().await;
+    }
 }
 
 /// What is under way, and what has failed and waits.
