@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tests::world::client::Client;
+use tests::world::id_of;
 use tests::world::tenants::Rented;
-use tests::world::{World, id_of};
 
 const REPLICAS: usize = 2;
 const NODES: usize = 3;

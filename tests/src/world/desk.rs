@@ -144,7 +144,7 @@ impl World {
 
     /// A payment of the person's that is open at the processor under this id, as if they had begun it a moment ago.
     pub async fn payment_under_way(&self, username: &str, amount_minor: i64, processor_id: &str) -> PaymentId {
-        let user_id = self.identity.person(username).expect("the person can log in").id;
+        let user_id = self.identity.person(username).expect("the person can log in").id.to_string();
         let id = Uuid::now_v7();
         let create = Command::Create {
             account_id: BillingAccountId(Uuid::nil()),
@@ -177,7 +177,7 @@ impl World {
         .bind(Kind::Payment.as_str())
         .bind(i16::from(actors::place::shard_of(id).0))
         .bind(serde_json::to_value(&open).expect("it is JSON"))
-        .bind(&open.payer)
+        .bind(open.holder.to_string())
         .execute(&self.pool)
         .await
         .expect("the database takes it");
