@@ -103,8 +103,8 @@ pub(crate) fn owed(allocation: &Value, minor_per_hour: i64) -> i64 {
 pub(crate) fn cost(postings: &[Value], id: Uuid) -> (i64, i64) {
     let of_it = || postings.iter().filter(|it| it["allocation_id"] == id.to_string());
     let paid = of_it().map(|it| -micro(&it["change_micro"])).sum();
-    let lost = of_it().filter(|it| it["kind"] == "write_off").map(|it| micro(&it["amount_micro"])).sum();
-    (paid, lost)
+    let sum = |kind: &str| of_it().filter(|it| it["kind"] == kind).map(|it| micro(&it["amount_micro"])).sum::<i64>();
+    (paid, sum("write_off") - sum("write_off_reversal"))
 }
 
 async fn verified(world: &World) {
