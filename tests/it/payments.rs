@@ -230,6 +230,7 @@ async fn by_command_line_a_user_pays_in_sees_it_and_asks_it_back() {
     let late = gpuctl.run(&[&top_up[..], &["--wait", "--timeout", "1s"][..]].concat()).await.failed(10);
     assert!(late.contains(url) && late.contains(&format!("gpuctl billing payment {id}")), "{late}");
     world.pay(&payment).await;
+    world.expect_payment(&payment, "deposited").await;
     let there = gpuctl.run(&[&top_up[..], &["--wait"][..]].concat()).await.json();
     assert_eq!((&there["id"], &there["state"]), (&json!(id), &json!("deposited")), "{there}");
     let listed = gpuctl.run(&["billing", "payments", "--state", "deposited"]).await.ok();

@@ -129,6 +129,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
     alive.expect_state("active").await;
     let terminal = world.ticket(&world.user.clone(), alive.id, None).await;
     recorded(world, terminal.session).await;
+    let payment = world.begin_payment(5_000).await;
     let account_of_user = id_of(&world.user.get("/api/v1/billing/balance").await.ok());
     let member = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let one = |prefix, id: Uuid| (prefix, vec![("{id}", id.to_string())]);
@@ -150,11 +151,10 @@ async fn things(world: &mut World) -> Vec<Thing> {
         one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),
         both("/api/v1/admin/billing/accounts/{id}", id(account_of_user), ("{month}", this_month())),
         ("/api/v1/billing/statements/{month}", vec![("{month}", this_month())]),
-        // Without a payment processor nobody has paid.
-        one("/api/v1/billing/payments/{id}", Uuid::nil()),
+        one("/api/v1/billing/payments/{id}", payment.id),
         (
             "/billing/checkout/{payment_id}",
-            vec![("{payment_id}", Uuid::nil().to_string()), ("{processor_id}", "pi_1".to_owned())],
+            vec![("{payment_id}", payment.id.to_string()), ("{processor_id}", payment.intent)],
         ),
         ("/billing/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
@@ -299,7 +299,7 @@ fn expect_shut(operation: &Operation, statuses: &BTreeMap<&str, u16>) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_route_gives_everybody_what_is_theirs_and_no_more() {
-    let mut world = World::start().await;
+    let mut world = World::plan().with_processor().start().await;
     let description = world.stranger().get("/api/v1/openapi.json").await.ok();
     let things = things(&mut world).await;
     let identities = identities(&world).await;
