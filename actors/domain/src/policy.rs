@@ -104,7 +104,7 @@ policy_keys! {
     BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest checkout amount.";
     BillingDepletionGrace = "billing.depletion_grace_seconds": int(0, 0, 86_400), "How long an uncovered allocation runs on.";
     BillingAdjustmentMax = "billing.adjustment_max_minor": int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
-    BillingWebhookMaxAttempts = "billing.webhook_max_attempts": int(12, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
+    BillingWebhookMaxAttempts = "billing.webhook_max_attempts": int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
     AllocationRefundWindow = "allocation.refund_window_days": int(30, 0, 365), "Refund eligibility.";
     AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", "full-reimage"]), "How a node is cleaned after a tenant.";

@@ -29,6 +29,7 @@ use crate::webhook::id_of_event;
 pub(super) struct EventFilter {
     state: Option<EventState>,
     /// The one that the processor calls so.
+    #[param(inline)]
     event_id: Option<ProcessorId>,
 }
 

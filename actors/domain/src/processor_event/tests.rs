@@ -168,7 +168,7 @@ fn what_cannot_be_carried_out_is_tried_for_hours_and_then_waits_for_an_operator(
         }
     }
     let event = story.event.clone().unwrap();
-    assert_eq!((attempts, event.attempts, event.last_error.as_deref()), (12, 12, Some("it differs")));
+    assert_eq!((attempts, event.attempts, event.last_error.as_deref()), (16, 16, Some("it differs")));
     let tried_for = (story.now - start()).num_minutes();
     assert!((180..=600).contains(&tried_for), "{tried_for} minutes");
     assert_eq!(event.timer(), None, "nothing goes on by itself");
