@@ -8,13 +8,18 @@ use domain::id::EntityRef;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
 
 /// Queries under way at most. A load that is slow keeps those of its own lane waiting.
 const LANES: usize = 4;
 
 /// Entities in one query: some milliseconds of the database's time.
 const IN_ONE: usize = 256;
+
+/// How long a query may take. A server that does not answer must not keep a lane for itself.
+const WITHIN: Duration = Duration::from_secs(3);
 
 /// Loads that may wait in a lane; over it a load waits for its place.
 const QUEUE: usize = 4096;
@@ -78,11 +83,11 @@ async fn serve(reads: Reads, mut queue: mpsc::Receiver<Load>) {
 /// One that cannot be read takes no other with it: then each is read alone, unless it is the database that cannot be reached.
 async fn answer(reads: &Reads, loads: Vec<Load>) {
     let entities: Vec<_> = loads.iter().map(|load| load.entity).collect();
-    match reads.snapshots(&entities).await {
+    match read(reads, &entities).await {
         Ok(found) => tell(loads, &found),
         Err(error) if loads.len() > 1 && !error.is_unavailable() => {
             for load in loads {
-                let alone = reads.snapshots(&[load.entity]).await;
+                let alone = read(reads, &[load.entity]).await;
                 // The asker may be gone: then nobody is told.
                 let _ = load.answer.send(alone.map(|mut found| found.remove(&load.entity)).map_err(Arc::new));
             }
@@ -94,6 +99,12 @@ async fn answer(reads: &Reads, loads: Vec<Load>) {
             }
         }
     }
+}
+
+/// A connection whose query was given up is closed.
+async fn read(reads: &Reads, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
+    let late = || Err(StoreError { doing: "loading entities", source: sqlx::Error::PoolTimedOut });
+    timeout(WITHIN, reads.snapshots(entities)).await.unwrap_or_else(|_| late())
 }
 
 fn tell(loads: Vec<Load>, found: &HashMap<EntityRef, Snapshot>) {

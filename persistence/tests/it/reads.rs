@@ -196,10 +196,10 @@ async fn due_deadlines_come_by_shard_and_longest_due_first() {
     ];
     world.commit_all(&commits).await;
     let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
-    let due = world.reads().due(&shards, &Kind::ALL, now, &[], 10).await.unwrap();
+    let due = world.reads().due(&shards, Kind::ALL, now, &[], 10).await.unwrap();
     assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
-    assert_eq!(world.reads().due(&shards, &Kind::ALL, now, &[], 1).await.unwrap().len(), 1);
-    let without = world.reads().due(&shards, &Kind::ALL, now, &[commits[1].entity.id], 1).await.unwrap();
+    assert_eq!(world.reads().due(&shards, Kind::ALL, now, &[], 1).await.unwrap().len(), 1);
+    let without = world.reads().due(&shards, Kind::ALL, now, &[commits[1].entity.id], 1).await.unwrap();
     assert_eq!(without[0].reason, "reason 1", "what is passed over takes nobody's place");
     let overdue = world.reads().overdue(now, 1).await.unwrap();
     assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));
