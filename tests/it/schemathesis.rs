@@ -43,9 +43,10 @@ fn schemathesis(world: &World, folder: &Path, username: &str) -> Command {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_request_that_can_be_thought_of_gets_an_answer_outside_of_the_description() {
-    // Without its token the operators' route is none.
+    // Without its token the operators' route is none; without a processor nobody can pay.
     let refresh = "refresh-of-a-test-refresh-of-a-test-refresh";
-    let mut world = World::plan().variable("INTERNAL_JWKS_REFRESH_TOKEN", refresh).start().await;
+    let plan = World::plan().with_processor().variable("INTERNAL_JWKS_REFRESH_TOKEN", refresh);
+    let mut world = plan.start().await;
     world.keep_secret("the refresh token", refresh);
     let folder = tempfile::tempdir().unwrap();
     // Something to find, so that not everything ends at a 404.
