@@ -62,7 +62,9 @@ pub(super) struct TermsView {
     cancel_url: String,
 }
 
-static LOADED: LazyLock<Vec<(&str, [(HeaderName, HeaderValue); 4], Bytes)>> = LazyLock::new(|| {
+type Headers = [(HeaderName, HeaderValue); 4];
+
+static LOADED: LazyLock<Vec<(&str, Headers, Bytes)>> = LazyLock::new(|| {
     let asset = |(name, kind, text): (&'static str, &'static str, &'static str)| {
         let digest = hex::encode(&Sha256::digest(text)[..16]);
         let etag = HeaderValue::from_str(&format!("\"{digest}\"")).unwrap_or(HeaderValue::from_static("\"\""));

@@ -6,23 +6,23 @@ use std::process::Command;
 use std::time::Duration;
 use tests::bench::postgres::{self, Postgres};
 
-pub const CLIENTS: u32 = 16;
+pub(crate) const CLIENTS: u32 = 16;
 
 /// Whose balance it is.
 #[derive(Clone, Copy, Debug)]
-pub enum Rows {
+pub(crate) enum Rows {
     One,
     Spread,
 }
 
-pub struct Baseline<'a> {
+pub(crate) struct Baseline<'a> {
     server: &'a Postgres,
     pool: PgPool,
     accounts: usize,
 }
 
 impl<'a> Baseline<'a> {
-    pub async fn prepare(server: &'a Postgres, accounts: usize) -> anyhow::Result<Self> {
+    pub(crate) async fn prepare(server: &'a Postgres, accounts: usize) -> anyhow::Result<Self> {
         let pool = server.database("baseline").await?;
         // Room for the next version of each row on its own page.
         sqlx::query("CREATE TABLE balance (id int PRIMARY KEY, micro bigint NOT NULL) WITH (fillfactor = 50)")
@@ -37,7 +37,7 @@ impl<'a> Baseline<'a> {
     }
 
     /// Updates a second.
-    pub async fn load(&self, rows: Rows, each: Duration) -> anyhow::Result<f64> {
+    pub(crate) async fn load(&self, rows: Rows, each: Duration) -> anyhow::Result<f64> {
         let last = match rows {
             Rows::One => 1,
             Rows::Spread => self.accounts,

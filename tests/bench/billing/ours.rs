@@ -10,7 +10,7 @@ use domain::authz::authorize;
 use domain::billing_account::{BillingAccount, Command, Holder, Meter, Run, Window};
 use domain::commit::{Commit, Epoch, Outcome, Timer};
 use domain::ledger::{Posting, PostingKind};
-use domain::money::{Currency, Micro, Price, Rate};
+use domain::money::{Micro, Price, Rate};
 use domain::policy::PolicyBook;
 use domain::{
     Action, AllocationId, BillingAccountId, Effect, EntityRef, Kind, Machine, MemberId, PaymentId, Permit, Principal,
@@ -44,7 +44,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// How long a window may take.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-pub struct Ours {
+pub(crate) struct Ours {
     pool: PgPool,
     committer: Committer,
     host: Arc<Host>,
@@ -59,7 +59,7 @@ pub struct Ours {
 
 /// What somebody waited; in milliseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Waited {
+pub(crate) struct Waited {
     pub p50: f64,
     pub p99: f64,
 }
@@ -97,7 +97,7 @@ impl Effects for Nothing {
 }
 
 impl Ours {
-    pub async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
+    pub(crate) async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
         let me = MemberId(Uuid::now_v7());
         let cluster = Cluster::new(pool.clone());
         let shards = cluster.take_over(me, &cluster.shards().await?, Duration::ZERO).await?;
@@ -140,7 +140,7 @@ impl Ours {
     }
 
     /// A window ends: how long until the last account is charged.
-    pub async fn window(&self) -> anyhow::Result<Duration> {
+    pub(crate) async fn window(&self) -> anyhow::Result<Duration> {
         let windows = self.windows.fetch_add(1, Ordering::SeqCst) + 1;
         let charged = windows * self.accounts as u64;
         let began = Instant::now();
@@ -153,7 +153,7 @@ impl Ours {
     }
 
     /// What commands wait for so long, while nothing is due.
-    pub async fn asking(&self, each: Duration) -> anyhow::Result<Waited> {
+    pub(crate) async fn asking(&self, each: Duration) -> anyhow::Result<Waited> {
         let enough = AtomicBool::new(false);
         let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
             tokio::time::sleep(each).await;
@@ -163,7 +163,7 @@ impl Ours {
         Ok(waited)
     }
 
-    pub async fn asking_beside_a_window(&self) -> anyhow::Result<Waited> {
+    pub(crate) async fn asking_beside_a_window(&self) -> anyhow::Result<Waited> {
         let enough = AtomicBool::new(false);
         let (waited, ()) = tokio::try_join!(self.ask_until(&enough), async {
             self.window().await?;
@@ -206,7 +206,7 @@ impl Ours {
     }
 
     /// Every allocation was charged for each window, and it all adds up.
-    pub async fn check(&self) -> anyhow::Result<()> {
+    pub(crate) async fn check(&self) -> anyhow::Result<()> {
         let windows = i64::try_from(self.windows.load(Ordering::SeqCst))?;
         let charged: (i64, i64) =
             sqlx::query_as("SELECT count(*), count(DISTINCT (allocation, used_from)) FROM ledger WHERE kind = 'usage'")
@@ -222,12 +222,12 @@ impl Ours {
         Ok(())
     }
 
-    pub async fn server_version(&self) -> anyhow::Result<String> {
+    pub(crate) async fn server_version(&self) -> anyhow::Result<String> {
         Ok(sqlx::query_scalar("SHOW server_version").fetch_one(&self.pool).await?)
     }
 
     /// Transitions in one statement.
-    pub fn batch_mean(&self) -> f64 {
+    pub(crate) fn batch_mean(&self) -> f64 {
         let (statements, transitions) = self.count("commit_batch_transitions");
         transitions / (statements as f64).max(1.0)
     }
