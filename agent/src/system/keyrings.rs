@@ -69,14 +69,35 @@ fn of(account: &Account) -> io::Result<Option<String>> {
 pub fn forget_own() -> io::Result<()> {
     // In reach, it may be given up; it is made where there is none.
     let _ = KeyRing::get_persistent(KeyRingIdentifier::Process);
-    let own = getuid().as_raw().to_string();
-    for line in fs::read_to_string(KEYS)?.lines() {
-        let mut fields = line.split_whitespace();
-        let (id, uid) = (fields.next().and_then(|id| i32::from_str_radix(id, 16).ok()), fields.nth(4));
+    for id in in_order(&fs::read_to_string(KEYS)?, getuid().as_raw()) {
         // What may not be given up by itself goes with the keyring that it is in.
-        if let Some(id) = id.filter(|_| uid == Some(own.as_str())) {
-            let _ = Key::from_id(KeySerialId::new(id)).invalidate();
-        }
+        let _ = Key::from_id(KeySerialId::new(id)).invalidate();
     }
     Ok(())
+}
+
+/// The keys of `uid` in the kernel's list. The process's own keyring comes last: through it the persistent one is in reach, and the kernel
+/// numbers and lists them by chance.
+fn in_order(keys: &str, uid: u32) -> Vec<i32> {
+    let uid = uid.to_string();
+    let (of_process, others): (Vec<_>, Vec<_>) = keys.lines().partition(|line| line.contains(" _pid: "));
+    let of_uid = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let (id, of) = (fields.next().and_then(|id| i32::from_str_radix(id, 16).ok()), fields.nth(4));
+        id.filter(|_| of == Some(uid.as_str()))
+    };
+    others.into_iter().chain(of_process).filter_map(of_uid).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_keyring_through_which_another_is_in_reach_is_given_up_last() {
+        let listed = "36dc16a1 I--Q---     1 perm 3f010000 70000 70000 keyring   _pid: 1\n\
+                      37dc16a1 I--Q---     1 perm 3f010000     0     0 keyring   _uid.0: empty\n\
+                      38e31de2 I------     2   3d 1f030000 70000 65534 keyring   _persistent.70000: empty\n";
+        assert_eq!(in_order(listed, 70000), [0x38e3_1de2, 0x36dc_16a1]);
+    }
 }
