@@ -125,20 +125,21 @@ impl Reconciler {
     async fn compare(&self) -> Result<u64, Incomplete> {
         let began = Utc::now();
         let since = self.turns.compared(BOOKS).await?.map_or(began - FIRST, |until| until - AGAIN);
-        let missed = self.look(since, self.far_from(began, since)).await?;
+        let missed = self.look_back(began, since).await?;
         self.turns.keep_compared(BOOKS, began).await?;
         self.turns.forget().await?;
         Ok(missed)
     }
 
-    /// From when on refunds and disputes are looked at in this turn.
-    fn far_from(&self, now: DateTime<Utc>, since: DateTime<Utc>) -> DateTime<Utc> {
-        let mut memory = self.memory();
-        if memory.went_far.is_some_and(|at| at.elapsed() < FAR_EVERY) {
-            return since;
+    /// Looks since then, and now and then far back for refunds and disputes; a far look that broke off is made again in the next turn.
+    async fn look_back(&self, now: DateTime<Utc>, since: DateTime<Utc>) -> Result<u64, Incomplete> {
+        let goes_far = self.memory().went_far.is_none_or(|at| at.elapsed() >= FAR_EVERY);
+        let far = if goes_far { since.min(now - FAR) } else { since };
+        let missed = self.look(since, far).await?;
+        if goes_far {
+            self.memory().went_far = Some(Instant::now());
         }
-        memory.went_far = Some(Instant::now());
-        since.min(now - FAR)
+        Ok(missed)
     }
 
     /// Tells what the processor has made since, and how many our payments had not heard of.
@@ -298,11 +299,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refunds_and_disputes_are_looked_at_far_back_now_and_then() {
-        let bench = Bench::open().await;
+    async fn refunds_and_disputes_are_looked_at_far_back_until_it_succeeds_and_then_now_and_then() {
+        let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         let now = Utc::now();
-        assert_eq!(reconciler.far_from(now, now), now - FAR);
-        assert_eq!(reconciler.far_from(now, now), now);
+        let asked_for = || bench.processor.refunds_asked_since.lock().unwrap().clone();
+        bench.processor.fails(ProcessorError::Later("down".to_owned()));
+        assert!(reconciler.look_back(now, now).await.is_err());
+        for _ in 0..2 {
+            reconciler.look_back(now, now).await.unwrap();
+        }
+        assert_eq!(asked_for(), [now - FAR, now], "the one that broke off is made again");
     }
 }

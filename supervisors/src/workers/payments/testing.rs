@@ -5,7 +5,7 @@
 use super::told::Teller;
 use actors::ports::{Effects, Remote, RemoteError, Store, StoreError, Term, World};
 use actors::{Asked, Directory, Host, HostConfig};
-use chrono::{TimeDelta, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{Caller, Role, authorize};
 use domain::billing_account::Holder;
 use domain::commit::{Done, Epoch, Snapshot};
@@ -143,6 +143,8 @@ pub(super) struct Scripted {
     pub(super) disputes: Mutex<Vec<Dispute>>,
     /// What it was asked to do.
     pub(super) asked: Mutex<Vec<String>>,
+    /// From when on refunds were asked for.
+    pub(super) refunds_asked_since: Mutex<Vec<DateTime<Utc>>>,
     fails: Mutex<VecDeque<ProcessorError>>,
     loses: Mutex<bool>,
     refuses: Mutex<bool>,
@@ -199,7 +201,7 @@ impl Processor for Scripted {
         self.answer(|_| Err(ProcessorError::Later("nobody opens anything here".to_owned())))
     }
 
-    fn find_payment(&self, payment_id: PaymentId, _: chrono::DateTime<Utc>) -> Answer<'_, Option<Opened>> {
+    fn find_payment(&self, payment_id: PaymentId, _: DateTime<Utc>) -> Answer<'_, Option<Opened>> {
         self.answer(|it| {
             let found = it.has().filter(|standing| standing.payment_id == Some(payment_id));
             Ok(found.map(|standing| Opened { processor_id: standing.processor_id, way: Way::Closed }))
@@ -256,15 +258,16 @@ impl Processor for Scripted {
         })
     }
 
-    fn payments_since(&self, _: chrono::DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
+    fn payments_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
         self.answer(|it| Ok(it.has().into_iter().collect()))
     }
 
-    fn refunds_since(&self, _: chrono::DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
+    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
+        self.refunds_asked_since.lock().unwrap().push(since);
         self.answer(|it| Ok(it.refunds.lock().unwrap().clone()))
     }
 
-    fn disputes_since(&self, _: chrono::DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
+    fn disputes_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
         self.answer(|it| Ok(it.disputes.lock().unwrap().clone()))
     }
 }
