@@ -45,6 +45,12 @@ impl Identity {
         now >= self.not_after
     }
 
+    /// Whether the certificate's time is now, and neither over nor still to come.
+    #[must_use]
+    pub fn is_in_force(&self, now: DateTime<Utc>) -> bool {
+        self.not_before <= now && !self.is_expired(now)
+    }
+
     /// When to renew: after half of its life and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
     #[must_use]
     pub fn renew_at(&self, chance: f64) -> DateTime<Utc> {
@@ -530,5 +536,7 @@ mod tests {
         assert_eq!(identity.renew_at(0.0), not_before + Duration::from_secs(500));
         assert_eq!(identity.renew_at(1.0), not_before + Duration::from_secs(600));
         assert!(identity.is_expired(identity.not_after) && !identity.is_expired(not_before));
+        assert!(identity.is_in_force(not_before) && !identity.is_in_force(identity.not_after));
+        assert!(!identity.is_in_force(not_before - Duration::from_secs(1)), "made under a clock that was ahead");
     }
 }

@@ -1,5 +1,6 @@
 //! How a machine comes back to its identity, and who does not (decisions 4, *Recovery*).
 
+use chrono::TimeDelta;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::fs;
@@ -12,7 +13,8 @@ use tests::world::{GPUS, OnboardedNode, PATIENCE, REGION, Rented, World, id_of};
 const SHORT: i64 = 30;
 
 async fn rents_and_returns(world: &World, node: &OnboardedNode) {
-    let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id });
+    let wanted =
+        json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1, "node_id": node.id, "queue_seconds": 60 });
     let created = world.user.post("/api/v1/allocations", &wanted).await.created();
     let allocation = Rented::new(id_of(&created), world.user.clone());
     allocation.expect_state("active").await;
@@ -63,6 +65,21 @@ async fn an_agent_whose_certificate_ended_comes_back_by_itself_and_its_tenant_st
     for node in [&asleep, &dead] {
         rents_and_returns(&world, node).await;
     }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_that_was_made_under_a_clock_two_days_ahead_is_replaced_when_the_clock_is_right_again() {
+    let mut world = World::plan().service_clock().start().await;
+    let node = world.node("h100").await;
+    for (ahead, recoveries) in [(TimeDelta::days(2), 1), (TimeDelta::zero(), 2)] {
+        world.kill9_replica(0);
+        world.service_clock.as_ref().unwrap().put(ahead);
+        world.replicas[0].start_again().await.expect("it starts by another clock");
+        eventually("the agent has recovered", || world.agent_log(&node).matches("\"recovered\"").count() == recoveries)
+            .await;
+    }
+    rents_and_returns(&world, &node).await;
     world.end().await;
 }
 

@@ -125,8 +125,8 @@ impl Agent {
     }
 
     /// Somebody did not take the certificate that `api` shows. Where the control plane itself would not, since its authority is not trusted
-    /// any more or it has ended, the identity is recovered as an expired one is: there is no way to renew it. Returns whether the agent
-    /// goes on.
+    /// any more or it is not in force by the control plane's clock, the identity is recovered as an expired one is: there is no way to
+    /// renew it. Returns whether the agent goes on.
     pub(super) async fn replace_refused_certificate(&self, api: &Api, refused: &ApiError) -> bool {
         let mut asked_at = self.recovering.lock().await;
         let (identity, is_in_use, age) = {
@@ -159,7 +159,7 @@ impl Agent {
                 true
             }
             Ok(_) => {
-                warn!(certificate_not_after = %identity.not_after, "the certificate's authority is not trusted any more");
+                warn!(certificate_not_after = %identity.not_after, "the control plane does not take the certificate: its authority is not trusted, or its time is over or to come");
                 let recovered = tokio::select! {
                     recovered = self.recover(identity.not_after) => recovered,
                     () = self.stop.cancelled() => return false,
@@ -195,9 +195,10 @@ impl Agent {
     }
 }
 
-/// Whether the control plane would take the certificate, as far as its authority and its end go.
+/// Whether the control plane would take the certificate, as far as its authority and its time go. One that was made under a clock
+/// that was ahead is not in force yet.
 fn is_good(identity: &Identity, said: &NonceAnswer, refused: &ApiError) -> bool {
-    if said.server_time.is_some_and(|now| identity.is_expired(now)) {
+    if said.server_time.is_some_and(|now| !identity.is_in_force(now)) {
         return false;
     }
     match (&said.node_authorities, &identity.authority) {
