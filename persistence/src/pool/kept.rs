@@ -2,26 +2,35 @@
 //!
 //! The library's pool asks a connection whether it lives after each use, which costs one way to the server and back for every read. Here
 //! a connection comes back only when its statement was answered to the end, so that there is nothing to ask; one whose reader went away
-//! in the middle is closed.
+//! in the middle is closed. Few are opened at once, since a handshake is the dearest part of a short life, and whoever waits takes one that
+//! comes back meanwhile; one whose opener went away is opened all the same, and is there for the next. Otherwise a machine that is short
+//! of time would begin handshakes and give them up, and never have a connection.
 
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgRow};
 use sqlx::{Connection as _, Execute, Executor as _, Postgres};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::timeout;
 
 /// Of those that nobody has needed for so long, one is closed at each turn.
 const RESTED: Duration = Duration::from_secs(300);
+
+/// How many are opened at once, and how long one may take that nobody waits for any more.
+const OPENINGS: usize = 2;
+const OPENS_WITHIN: Duration = Duration::from_secs(30);
 
 /// Clones share the connections.
 #[derive(Clone, Debug)]
 pub(crate) struct Kept {
     options: Arc<PgConnectOptions>,
     places: Arc<Semaphore>,
+    openings: Arc<Semaphore>,
     patience: Duration,
     /// The one that was used last is at the end, and is used next.
     resting: Arc<Mutex<Vec<Resting>>>,
+    /// One has come back.
+    returned: Arc<Notify>,
 }
 
 #[derive(Debug)]
@@ -43,8 +52,10 @@ impl Kept {
         Self {
             options: pool.connect_options(),
             places: Arc::new(Semaphore::new(bounds.get_max_connections() as usize)),
+            openings: Arc::new(Semaphore::new(OPENINGS)),
             patience: bounds.get_acquire_timeout(),
             resting: Arc::default(),
+            returned: Arc::default(),
         }
     }
 
@@ -71,14 +82,35 @@ impl Kept {
     async fn lend(&self) -> Result<Lent, sqlx::Error> {
         let lent = async {
             let place = Arc::clone(&self.places).acquire_owned().await.map_err(|_| sqlx::Error::PoolClosed)?;
-            while let Some(Resting { mut connection, since }) = self.wake_one() {
-                if since.elapsed() < super::IDLE || connection.ping().await.is_ok() {
-                    return Ok(Lent { connection, _place: place });
+            loop {
+                while let Some(Resting { mut connection, since }) = self.wake_one() {
+                    if since.elapsed() < super::IDLE || connection.ping().await.is_ok() {
+                        return Ok(Lent { connection, _place: place });
+                    }
+                }
+                tokio::select! {
+                    biased;
+                    () = self.returned.notified() => {}
+                    turn = Arc::clone(&self.openings).acquire_owned() => return self.open(place, turn.ok()).await,
                 }
             }
-            Ok(Lent { connection: PgConnection::connect_with(&self.options).await?, _place: place })
         };
         timeout(self.patience, lent).await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
+    }
+
+    async fn open(&self, place: OwnedSemaphorePermit, turn: Option<OwnedSemaphorePermit>) -> Result<Lent, sqlx::Error> {
+        let (opened, waits) = oneshot::channel();
+        let kept = self.clone();
+        tokio::spawn(async move {
+            let opening = timeout(OPENS_WITHIN, PgConnection::connect_with(&kept.options)).await;
+            drop(turn);
+            let lent =
+                opening.unwrap_or(Err(sqlx::Error::PoolTimedOut)).map(|connection| Lent { connection, _place: place });
+            if let Err(Ok(lent)) = opened.send(lent) {
+                kept.take_back(lent, None);
+            }
+        });
+        waits.await.unwrap_or(Err(sqlx::Error::WorkerCrashed))
     }
 
     fn wake_one(&self) -> Option<Resting> {
@@ -93,6 +125,8 @@ impl Kept {
             if resting.first().is_some_and(|oldest| oldest.since.elapsed() > RESTED) {
                 resting.remove(0);
             }
+            drop(resting);
+            self.returned.notify_one();
         }
     }
 }
