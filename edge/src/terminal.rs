@@ -91,13 +91,17 @@ impl Terminals {
         bus: Option<Arc<dyn Bus>>,
         secret: SecretSlice<u8>,
     ) -> prometheus::Result<Self> {
-        Ok(Self(Arc::new(Parts {
+        let parts = Arc::new(Parts {
             ends: DashMap::new(),
             waits: Polls::default(),
             relay: bus.map(|bus| relay::Relay::new(bus, secret)),
             figures: Figures::register(registry)?,
             shelf: Shelf::register(registry)?,
-        })))
+        });
+        if let Some(relay) = &parts.relay {
+            relay.listen(Arc::downgrade(&parts));
+        }
+        Ok(Self(parts))
     }
 
     pub(crate) fn figures(&self) -> &Figures {
@@ -128,18 +132,22 @@ impl Terminals {
         // A user may be waiting for it.
         self.wake(session);
         if let Some(relay) = &self.0.relay {
-            relay.serve(session, Arc::clone(&end));
+            relay.announce(session);
         }
         Stream { session, end, terminals: self.clone() }
     }
 
     /// Joins a user's connection with the session's agent, wherever its stream ends. `None`: nowhere, for the time being.
     pub(crate) async fn link(&self, session: TerminalSessionId, attachment: u32, from: Option<u64>) -> Option<Link> {
-        let end = self.0.ends.get(&session.0).map(|end| Arc::clone(&end));
-        match end {
+        match self.end(session) {
             Some(end) => end.join(attachment, from).await,
             None => self.0.relay.as_ref()?.reach(session, attachment, from).await,
         }
+    }
+
+    /// The session's stream, where it is here.
+    fn end(&self, session: TerminalSessionId) -> Option<Arc<End>> {
+        self.0.ends.get(&session.0).map(|end| Arc::clone(&end))
     }
 }
 

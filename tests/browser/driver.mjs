@@ -45,6 +45,15 @@ const ACTS = {
   seen: () => seen,
 };
 
+// What a failed test shows of the page's connections.
+page.on("websocket", (socket) => {
+  const log = (...what) => console.error(new Date().toISOString(), ...what);
+  log("connects", socket.url());
+  socket.on("framereceived", ({ payload }) => log("<", payload.toString()));
+  socket.on("framesent", ({ payload }) => log(">", payload.toString()));
+  socket.on("close", () => log("is closed"));
+});
+
 const say = (line) => process.stdout.write(`${JSON.stringify(line)}\n`);
 say({ done: "ready" });
 for await (const line of createInterface({ input: process.stdin })) {

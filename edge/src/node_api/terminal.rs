@@ -76,7 +76,8 @@ pub(super) async fn stream(
     Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes, held }.run(socket)))
 }
 
-struct NodeEnd {
+/// It lives as long as the session and mostly waits: questions that are asked now and then are in boxes, and leave no room behind.
+pub(super) struct NodeEnd {
     api: NodeApi,
     scope: Scope,
     node_id: NodeId,
@@ -88,7 +89,7 @@ struct NodeEnd {
 }
 
 impl NodeEnd {
-    async fn run(self, socket: WebSocket) {
+    pub(super) async fn run(self, socket: WebSocket) {
         let services = self.api.services.clone();
         let (mut sink, stream) = socket.split();
         let (down, downs) = mpsc::channel(QUEUE);
@@ -122,7 +123,7 @@ impl NodeEnd {
             if told == Some(by_policy) {
                 continue;
             }
-            match self.heed_policy().await {
+            match Box::pin(self.heed_policy()).await {
                 Ok(terms) => {
                     // The agent was told the first terms with its task; once more does no harm.
                     let record = Down::Record { terms: on_the_wire(terms) };
@@ -175,7 +176,7 @@ impl NodeEnd {
             };
             here.deliver(said).await;
             if let Some(over) = over {
-                self.tell(over).await;
+                Box::pin(self.tell(over)).await;
             }
             // Counted from when it could be heard: whoever it was for may have been slow.
             silent_at = Instant::now() + silent_after;

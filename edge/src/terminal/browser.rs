@@ -16,6 +16,7 @@ use domain::terminal_session::{CloseReason, Command, Exit, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use serde::{Deserialize, Serialize};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
@@ -116,7 +117,7 @@ pub(super) mod close {
     }
 }
 
-/// A user's connection that was let in.
+/// A user's connection that was let in. It mostly waits: what is asked now and then is in boxes, and leaves no room behind.
 pub(super) struct Browser {
     pub(super) services: Services,
     pub(super) scope: Scope,
@@ -165,7 +166,7 @@ impl Browser {
             let _ = timeout(CLOSES_WITHIN, sink.send(frame(why))).await;
         }
         let detach = Command::Detach { attachment: self.attachment };
-        if let Err(error) = ask(&self.services, &self.scope, self.session.id, detach).await {
+        if let Err(error) = Box::pin(ask(&self.services, &self.scope, self.session.id, detach)).await {
             tracing::debug!(%error, "nobody was told that a terminal's connection is gone");
         }
         figures.connections.dec();
@@ -221,7 +222,7 @@ impl Browser {
         stream: &mut SplitStream<WebSocket>,
     ) -> Option<Close> {
         loop {
-            let Some(link) = self.link(progress).await else { return Some(close::AWAY) };
+            let Some(link) = Box::pin(self.link(progress)).await else { return Some(close::AWAY) };
             match self.talk(link, progress, sink, stream).await {
                 Parted::Link => tracing::info!("a terminal's node is out of reach; looking for it"),
                 Parted::User => return None,
@@ -240,10 +241,14 @@ impl Browser {
         };
         let wait = self.services.terminals.waits().park(self.session.id);
         loop {
-            // Before the look: a stream that comes meanwhile is not missed.
-            let woken = wait.woken();
-            if let Some(link) = self.services.terminals.link(self.session.id, self.attachment, from).await {
-                return Some(link);
+            // Before the look: a stream that comes meanwhile is not missed, and while other replicas are asked, none is waited for in vain.
+            let mut woken = pin!(wait.woken());
+            let linked = tokio::select! {
+                linked = self.services.terminals.link(self.session.id, self.attachment, from) => linked,
+                () = &mut woken => continue,
+            };
+            if linked.is_some() {
+                return linked;
             }
             if Instant::now() >= until {
                 return None;
@@ -327,22 +332,26 @@ impl Browser {
             match (said, expected) {
                 (None, _) => return Parted::Link,
                 (Some(Up::Attached { position, lost, .. }), _) => {
+                    tracing::info!(attachment, from = self.from, position, lost, "a terminal's user is attached");
                     expected = Some(position);
                     let first = !progress.knows.swap(true, Ordering::Relaxed);
-                    progress.delivered.store(position, Ordering::Relaxed);
-                    (flushed, acknowledged, acknowledge_at) = (position, position, None);
                     // A link that was made anew behind its back is news only where something is missing.
-                    if (first || lost > 0) && sink.send(text(&self.attached(position, lost))).await.is_err() {
-                        return Parted::User;
+                    if first || position > delivered {
+                        progress.delivered.store(position, Ordering::Relaxed);
+                        (flushed, acknowledged, acknowledge_at) = (position, position, None);
+                        if sink.send(text(&self.attached(position, lost))).await.is_err() {
+                            return Parted::User;
+                        }
                     }
                 }
                 (Some(Up::Output { position, bytes, .. }), Some(at)) if position == at => {
-                    let position = at + bytes.len() as u64;
-                    expected = Some(position);
-                    if sink.feed(Message::Binary(bytes.into())).await.is_err() {
+                    let until = at + bytes.len() as u64;
+                    expected = Some(until);
+                    let Some(news) = news(position, bytes, delivered) else { continue };
+                    if sink.feed(Message::Binary(news.into())).await.is_err() {
                         return Parted::User;
                     }
-                    progress.delivered.store(position, Ordering::Relaxed);
+                    progress.delivered.store(until, Ordering::Relaxed);
                 }
                 // Something in between is missing: from there on once more.
                 (Some(Up::Output { .. }), Some(_)) => return Parted::Link,
@@ -461,6 +470,16 @@ async fn from_user(
     }
 }
 
+/// What the user does not have yet. A link that was given up before it was answered may have brought some of it: who counts what comes
+/// would be wrong by that from then on.
+fn news(position: u64, mut bytes: Vec<u8>, delivered: u64) -> Option<Vec<u8>> {
+    let known = usize::try_from(delivered.saturating_sub(position)).unwrap_or(usize::MAX);
+    if known >= bytes.len() {
+        return None;
+    }
+    Some(bytes.split_off(known))
+}
+
 /// Waits until the program has taken enough of what was typed before.
 async fn make_room(down: &mpsc::Sender<Down>, attachment: u32, bytes: u64, progress: &Progress) {
     loop {
@@ -488,4 +507,19 @@ fn exit_of(exit: Exit) -> ToUser {
 
 fn text(message: &ToUser) -> Message {
     Message::Text(serde_json::to_string(message).unwrap_or_default().into())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_user_has_is_not_said_again() {
+        let said = |position, delivered| news(position, b"said".to_vec(), delivered);
+        assert_eq!(said(10, 10).unwrap(), b"said");
+        assert_eq!(said(10, 13).unwrap(), b"d");
+        assert_eq!(said(10, 14), None);
+        assert_eq!(said(10, 99), None);
+    }
 }

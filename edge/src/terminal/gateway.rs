@@ -102,7 +102,7 @@ async fn connect(
         .max_message_size(USER_MESSAGE)
         .max_frame_size(USER_MESSAGE)
         // Filled with zeros for each read and kept for as long as the connection: people type a few bytes.
-        .read_buffer_size(4 * 1024)
+        .read_buffer_size(1024)
         .write_buffer_size(MESSAGE)
         .max_write_buffer_size(8 * MESSAGE);
     Ok(match admitted {

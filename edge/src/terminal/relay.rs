@@ -1,21 +1,23 @@
 //! Joins a user's connection at one replica with the agent's stream at another, over the bus.
 //!
-//! Whoever has the stream listens on the session's subject. Whoever has the user says hello there, with a name for the link and where to
-//! answer; no answer, no stream. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on
-//! a subject of the link's own, and now and then that they are there.
+//! All replicas hear each other on one subject. Whoever has the user says hello there, with the session, a name for the link and where to
+//! answer; whoever has the session's stream answers; no answer, no stream. A stream that comes is announced there, so that who looks for
+//! it looks again. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on a subject of the
+//! link's own, and now and then that they are there.
 
 use super::seal::{Direction, Opening, Sealing, Shared};
-use super::{End, Link, QUEUE};
+use super::{End, Link, Parts, QUEUE, Terminals};
 use domain::TerminalSessionId;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use futures::{FutureExt as _, StreamExt as _};
 use secrecy::SecretSlice;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until};
+use uuid::Uuid;
 use wire::terminal::{Down, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
 
 /// A message from the bus.
@@ -37,7 +39,11 @@ pub trait Bus: Send + Sync + 'static {
     fn inbox(&self, name: &str) -> String;
 }
 
-/// A hello, sealed behind the link's name.
+/// Where replicas hear of each other's streams. One subscription a process: one a session would cost each of them a queue.
+const STREAMS: &str = "gpuaas.terminal.streams";
+
+/// A hello, sealed behind the names of the session, of who says it, and of the link. Without the last two it says that the session's
+/// stream has come.
 #[derive(Serialize, Deserialize)]
 struct Hello {
     answer_to: String,
@@ -50,17 +56,15 @@ const ALIVE: u8 = 0;
 const MESSAGE: u8 = 1;
 const PARTED: u8 = 2;
 
-const LINK_NAME: usize = 16;
+const NAME: usize = 16;
 const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 #[derive(Clone)]
 pub(super) struct Relay {
     bus: Arc<dyn Bus>,
     shared: Shared,
-}
-
-fn session_subject(session: TerminalSessionId) -> String {
-    format!("gpuaas.terminal.session.{}", session.0.simple())
+    /// This process's, by which it knows its own words when it hears them.
+    name: u128,
 }
 
 fn link_subject(link: u128) -> String {
@@ -69,40 +73,62 @@ fn link_subject(link: u128) -> String {
 
 impl Relay {
     pub(super) fn new(bus: Arc<dyn Bus>, secret: SecretSlice<u8>) -> Self {
-        Self { bus, shared: Shared::new(secret) }
+        Self { bus, shared: Shared::new(secret), name: rand::random() }
     }
 
     // ---- Where the stream is ----
 
-    /// Lets users of other replicas reach this agent's end, for as long as it is here.
-    pub(super) fn serve(&self, session: TerminalSessionId, end: Arc<End>) {
+    /// Lets users of other replicas reach the streams that are here, and hears of those that come there, for as long as there are any.
+    pub(super) fn listen(&self, terminals: Weak<Parts>) {
         let relay = self.clone();
         tokio::spawn(async move {
-            let gone = end.gone.clone();
-            tokio::select! {
-                () = gone.cancelled() => {}
-                () = relay.answer(session, &end) => {}
+            loop {
+                if let Some(mut all) = relay.bus.subscribe(STREAMS.to_owned()).await {
+                    while let Some(heard) = all.next().await {
+                        let Some(parts) = terminals.upgrade() else { return };
+                        relay.hear(&Terminals(parts), heard);
+                    }
+                }
+                sleep(SUBSCRIBES_AGAIN_AFTER).await;
             }
         });
     }
 
-    async fn answer(&self, session: TerminalSessionId, end: &Arc<End>) {
-        loop {
-            if let Some(mut hellos) = self.bus.subscribe(session_subject(session)).await {
-                while let Some(heard) = hellos.next().await {
-                    self.welcome(&heard, end).await;
-                }
-            }
-            tokio::time::sleep(SUBSCRIBES_AGAIN_AFTER).await;
-        }
+    /// Tells the other replicas that the session's stream is here.
+    pub(super) fn announce(&self, session: TerminalSessionId) {
+        let bus = Arc::clone(&self.bus);
+        let words = self.words_on(session);
+        tokio::spawn(async move { bus.publish(STREAMS.to_owned(), words).await });
     }
 
-    async fn welcome(&self, heard: &Heard, end: &Arc<End>) {
-        let Some((name, sealed)) = heard.payload.split_first_chunk::<LINK_NAME>() else { return };
+    fn hear(&self, terminals: &Terminals, heard: Heard) {
+        let Some((session, rest)) = heard.payload.split_first_chunk::<NAME>() else { return };
+        let Some((from, hello)) = rest.split_first_chunk::<NAME>() else { return };
+        if u128::from_be_bytes(*from) == self.name {
+            return;
+        }
+        let session = TerminalSessionId(Uuid::from_bytes(*session));
+        if hello.is_empty() {
+            terminals.wake(session);
+            return;
+        }
+        let Some(end) = terminals.end(session) else { return };
+        let (relay, hello) = (self.clone(), hello.to_vec());
+        // An agent that takes nothing holds nobody else up.
+        tokio::spawn(async move { relay.welcome(&hello, heard.reply, &end).await });
+    }
+
+    /// How everything begins that is said about a session.
+    fn words_on(&self, session: TerminalSessionId) -> Vec<u8> {
+        [*session.0.as_bytes(), self.name.to_be_bytes()].concat()
+    }
+
+    async fn welcome(&self, hello: &[u8], reply: Option<String>, end: &Arc<End>) {
+        let Some((name, sealed)) = hello.split_first_chunk::<NAME>() else { return };
         let link = u128::from_be_bytes(*name);
         let mut opening = self.shared.opening(link, Direction::ToAgent);
         let hello = opening.open(sealed).and_then(|plain| serde_json::from_slice::<Hello>(&plain).ok());
-        let (Some(hello), Some(reply)) = (hello, heard.reply.clone()) else { return };
+        let (Some(hello), Some(reply)) = (hello, reply) else { return };
         let Some(messages) = self.bus.subscribe(link_subject(link)).await else { return };
         let Some(joined) = end.join(hello.attachment, hello.from).await else { return };
         if !self.bus.publish(reply, Vec::new()).await {
@@ -134,9 +160,10 @@ impl Relay {
         let messages = self.bus.subscribe(answer_to.clone()).await?;
         let mut sealing = self.shared.sealing(link, Direction::ToAgent);
         let hello = serde_json::to_vec(&Hello { answer_to, attachment, from }).ok()?;
-        let mut payload = link.to_be_bytes().to_vec();
+        let mut payload = self.words_on(session);
+        payload.extend(link.to_be_bytes());
         payload.extend(sealing.seal(&hello)?);
-        if !self.bus.request(session_subject(session), payload).await {
+        if !self.bus.request(STREAMS.to_owned(), payload).await {
             return None;
         }
         let (up, receiver) = mpsc::channel(QUEUE);

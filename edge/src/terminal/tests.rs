@@ -73,7 +73,7 @@ fn stream_at(replica: &Terminals) -> (Stream, mpsc::Receiver<Down>) {
     (replica.take_in(SESSION, down), downs)
 }
 
-/// The relay listens a moment after the stream is taken in.
+/// A replica listens from a moment after its beginning on.
 async fn linked(replica: &Terminals, attachment: u32, from: Option<u64>) -> Link {
     for _ in 0..20 {
         if let Some(link) = replica.link(SESSION, attachment, from).await {
@@ -195,4 +195,14 @@ fn a_token_says_which_session_it_is_for_and_is_read_in_one_form_alone() {
     ] {
         assert!(read_token(&bad.clone().into()).is_none(), "{bad}");
     }
+}
+
+/// What a user's end keeps beside its connection.
+#[test]
+fn a_users_end_costs_a_few_kilobytes() {
+    fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
+        size_of::<F>()
+    }
+    let size = size_of_run(browser::Browser::run);
+    assert!(size < 4 * 1024, "{size} bytes");
 }

@@ -23,7 +23,8 @@ pub(crate) async fn until_over(services: &Services, session: TerminalSessionId, 
         // Before the look: what happens meanwhile is not missed.
         let woken = wait.woken();
         let mut look_again = LOOKS_EVERY;
-        match current::<TerminalSession>(services, session.0).await {
+        // In a box: most of the time it is not being looked at, and the wait is long.
+        match Box::pin(current::<TerminalSession>(services, session.0)).await {
             Ok(Some(found)) => {
                 if let Some(reason) = found.it.closed() {
                     return Ending::Closed(reason.clone());

@@ -175,3 +175,13 @@ fn a_wait_costs_a_few_kilobytes() {
     let size = size_of_answer(wait::wait);
     assert!(size < 6 * 1024, "{size} bytes");
 }
+
+/// What the node's end of a terminal keeps beside its connection.
+#[test]
+fn a_terminals_stream_costs_a_few_kilobytes() {
+    fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
+        size_of::<F>()
+    }
+    let size = size_of_run(crate::node_api::terminal::NodeEnd::run);
+    assert!(size < 4 * 1024, "{size} bytes");
+}
