@@ -35,7 +35,7 @@ use crate::services::{Payments, Services};
 
 /// As whom the route tells payments what the processor said.
 const CHECKOUT: &str = "checkout";
-/// How long whoever repeats a request waits for the first one, which may still be at the processor.
+/// How long a request waits for another, which may still be at the processor, and for what the processor is about to tell.
 const FIRST_WITHIN: Duration = Duration::from_secs(3);
 /// How long the processor may take, all in all.
 const OPENS_WITHIN: Duration = Duration::from_secs(12);
@@ -137,15 +137,13 @@ impl Till<'_> {
         match (&payment.phase, &payment.processor_id) {
             (Phase::Open { .. }, Some(processor_id)) => {
                 let opened = self.ask(&payment, Before::Known(processor_id.clone())).await?;
-                self.shown(&payment, &opened)
+                self.shown(&payment, &opened).await
             }
             (Phase::Created { .. } | Phase::Open { .. }, _) => {
                 let before = Before::Since(payment.created_at - CLOCKS_APART);
                 self.open(Payment::clone(&payment), before).await
             }
-            (Phase::Paid { .. } | Phase::Deposited { .. }, _) => {
-                Ok(CheckoutView { id: payment.id.0, url: payment.success_url.clone(), expires_at: None })
-            }
+            (Phase::Paid { .. } | Phase::Deposited { .. }, _) => Ok(paid(&payment)),
             (Phase::Canceled { .. } | Phase::Expired { .. }, _) => Err(over(&payment)),
         }
     }
@@ -168,9 +166,9 @@ impl Till<'_> {
                 // Two at once: one of them is paid, and nobody has seen the other.
                 self.cancel(&opened).await;
                 let first = self.ask(&payment, Before::Known(first.clone())).await?;
-                self.shown(&payment, &first)
+                self.shown(&payment, &first).await
             }
-            Some(_) | None => self.shown(&payment, &opened),
+            Some(_) | None => self.shown(&payment, &opened).await,
         }
     }
 
@@ -207,18 +205,36 @@ impl Till<'_> {
         }
     }
 
-    fn shown(&self, payment: &Payment, opened: &Opened) -> Result<CheckoutView, ApiError> {
+    async fn shown(&self, payment: &Payment, opened: &Opened) -> Result<CheckoutView, ApiError> {
         let expires_at = match payment.phase {
             Phase::Created { until } | Phase::Open { until } => Some(until),
             Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => None,
         };
-        let url = opened.url(&self.services.addresses.public_url, payment.id).ok_or_else(|| {
-            let message = "The payment is closed at the payment processor: it was paid or canceled a moment ago. \
-                           GET /api/v1/billing/payments/{id} shows which, within a minute.";
-            ApiError::new(Code::StateConflict, message).detail("payment_id", payment.id.to_string())
-        })?;
-        Ok(CheckoutView { id: payment.id.0, url, expires_at })
+        match opened.url(&self.services.addresses.public_url, payment.id) {
+            Some(url) => Ok(CheckoutView { id: payment.id.0, url, expires_at }),
+            None => self.closed(payment).await,
+        }
     }
+
+    /// What is closed at the processor was paid or canceled a moment ago: the payment is about to be told which.
+    async fn closed(&self, payment: &Payment) -> Result<CheckoutView, ApiError> {
+        let is_told = |it: &Payment| !matches!(it.phase, Phase::Created { .. } | Phase::Open { .. });
+        let found = wait_until::<Payment>(self.services, payment.id.0, FIRST_WITHIN, is_told).await?;
+        let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
+        match payment.phase {
+            Phase::Paid { .. } | Phase::Deposited { .. } => Ok(paid(&payment)),
+            Phase::Canceled { .. } | Phase::Expired { .. } => Err(over(&payment)),
+            Phase::Created { .. } | Phase::Open { .. } => {
+                let message = "The payment is closed at the payment processor: it was paid or canceled a moment ago. \
+                               GET /api/v1/billing/payments/{id} shows which, within a minute.";
+                Err(ApiError::new(Code::StateConflict, message).detail("payment_id", payment.id.to_string()))
+            }
+        }
+    }
+}
+
+fn paid(payment: &Payment) -> CheckoutView {
+    CheckoutView { id: payment.id.0, url: payment.success_url.clone(), expires_at: None }
 }
 
 fn over(payment: &Payment) -> ApiError {

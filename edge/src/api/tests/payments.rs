@@ -8,6 +8,7 @@ use domain::money::Currency;
 use domain::payment::{Command, Outcome, Payment, What};
 use domain::policy::Key;
 use serde_json::{Value, json};
+use std::time::Duration;
 use uuid::Uuid;
 
 pub(super) const CHECKOUT: &str = "/api/v1/billing/checkout-sessions";
@@ -117,6 +118,26 @@ async fn two_requests_with_one_key_are_one_payment_and_the_secret_is_asked_for_a
     let late = checkout(&world, "k", &wanted(5_000)).await;
     assert_eq!((&late.is(201)["url"], late.is_replayed()), (&json!("https://console.example/paid?of=1"), true));
     assert_eq!(world.get("/api/v1/billing/balance").user("ann").send().await.is(200)["balance_minor"], 5_000);
+}
+
+#[tokio::test]
+async fn who_asks_again_for_what_is_being_paid_is_sent_on_as_soon_as_that_is_told() {
+    let till = Till::default();
+    let world = World::with_till(&till).await;
+    let body = wanted(5_000);
+    let id = id_of(&checkout(&world, "k", &body).await);
+    till.closes("pi_1");
+    let soon = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        pay(&world, &till, id).await;
+    };
+    let (again, ()) = tokio::join!(checkout(&world, "k", &body), soon);
+    assert_eq!(again.is(201)["url"], "https://console.example/paid?of=1");
+    // Where nobody tells, it is said where to look.
+    let other = id_of(&checkout(&world, "l", &body).await);
+    till.closes("pi_2");
+    let untold = checkout(&world, "l", &body).await;
+    assert_eq!(untold.refused(409, "state_conflict")["payment_id"], json!(other));
 }
 
 #[tokio::test]

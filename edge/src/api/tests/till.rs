@@ -31,6 +31,7 @@ struct Object {
     of: PaymentId,
     amount_minor: i64,
     is_canceled: bool,
+    is_closed: bool,
 }
 
 /// What becomes of a request.
@@ -52,6 +53,11 @@ impl Till {
 
     pub(super) fn fails(&self, failure: Failure) {
         self.0.lock().unwrap().failures.push_back(failure);
+    }
+
+    /// It was paid or canceled, and nobody was told yet.
+    pub(super) fn closes(&self, processor_id: &str) {
+        self.0.lock().unwrap().opened.get_mut(processor_id).unwrap().is_closed = true;
     }
 
     /// How many were opened, and how many of them canceled.
@@ -104,6 +110,7 @@ impl State {
             of: wanted.payment_id,
             amount_minor: wanted.amount_minor,
             is_canceled: false,
+            is_closed: false,
         });
         match failure {
             Some(_) => Err(ProcessorError::Unknown("the answer was lost".into())),
@@ -112,7 +119,7 @@ impl State {
     }
 
     fn shown(&self, id: &str) -> Opened {
-        let way = if self.opened[id].is_canceled {
+        let way = if self.opened[id].is_canceled || self.opened[id].is_closed {
             Way::Closed
         } else if self.is_hosted {
             Way::Hosted { url: format!("https://pay.processor.example/{id}") }
