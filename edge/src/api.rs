@@ -5,6 +5,7 @@ mod allocation;
 mod asking;
 mod audit;
 mod billing;
+mod browser_page;
 mod document;
 mod field;
 mod health;

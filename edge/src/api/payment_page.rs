@@ -6,17 +6,16 @@
 use std::sync::LazyLock;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue};
 use axum::response::{IntoResponse, Response};
 use domain::Machine as _;
 use domain::payment::Payment;
 use serde::Serialize;
-use sha2::{Digest as _, Sha256};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use super::browser_page::{Files, SCRIPT, STYLE, shown};
 use super::stored::current;
 use crate::body::Path;
 use crate::correlation::no_store;
@@ -27,11 +26,8 @@ use crate::websocket::origin_of;
 const PAGE: &str = include_str!("../../payment-page/index.html");
 const RETURNED: &str = include_str!("../../payment-page/returned.html");
 
-const SCRIPT: &str = "text/javascript; charset=utf-8";
-const STYLE: &str = "text/css; charset=utf-8";
-
 /// What the page loads of ours.
-const ASSETS: [(&str, &str, &str); 4] = [
+const FILES: [(&str, &str, &str); 4] = [
     ("main.js", SCRIPT, include_str!("../../payment-page/main.js")),
     ("paying.js", SCRIPT, include_str!("../../payment-page/paying.js")),
     ("terms.js", SCRIPT, include_str!("../../payment-page/terms.js")),
@@ -62,23 +58,7 @@ pub(super) struct TermsView {
     cancel_url: String,
 }
 
-type Headers = [(HeaderName, HeaderValue); 4];
-
-static LOADED: LazyLock<Vec<(&str, Headers, Bytes)>> = LazyLock::new(|| {
-    let asset = |(name, kind, text): (&'static str, &'static str, &'static str)| {
-        let digest = hex::encode(&Sha256::digest(text)[..16]);
-        let etag = HeaderValue::from_str(&format!("\"{digest}\"")).unwrap_or(HeaderValue::from_static("\"\""));
-        let headers = [
-            (header::CONTENT_TYPE, HeaderValue::from_static(kind)),
-            (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-            // Asked for each time, so that no page is put together of two versions.
-            (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-            (header::ETAG, etag),
-        ];
-        (name, headers, Bytes::from_static(text.as_bytes()))
-    };
-    ASSETS.into_iter().map(asset).collect()
-});
+static LOADED: LazyLock<Files> = LazyLock::new(|| Files::built_in(&FILES));
 
 /// The page on which a payment is made.
 ///
@@ -105,20 +85,7 @@ pub(super) async fn page(State(services): State<Services>, Path(_payment): Path<
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn returned() -> Response {
-    shown(RETURNED.to_owned(), HeaderValue::from_static(RETURNED_MAY))
-}
-
-fn shown(html: String, may: HeaderValue) -> Response {
-    let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
-        (header::CONTENT_SECURITY_POLICY, may),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
-        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        // Whoever opened this page in a window has no hold on it.
-        (HeaderName::from_static("cross-origin-opener-policy"), HeaderValue::from_static("same-origin")),
-    ];
-    (headers, html).into_response()
+    shown(RETURNED, HeaderValue::from_static(RETURNED_MAY))
 }
 
 /// What is to be paid, for whoever was given the page's address.
@@ -160,14 +127,7 @@ pub(super) async fn terms(
     ),
 )]
 pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
-    let found = LOADED.iter().find(|(known, ..)| *known == name);
-    let (_, headers, bytes) = found.ok_or_else(|| ApiError::not_found("file of this page"))?;
-    let is_there =
-        headers.iter().any(|(name, etag)| name == header::ETAG && asked.get(header::IF_NONE_MATCH) == Some(etag));
-    if is_there {
-        return Ok((StatusCode::NOT_MODIFIED, headers.clone()).into_response());
-    }
-    Ok((headers.clone(), bytes.clone()).into_response())
+    LOADED.answer(&name, &asked)
 }
 
 fn page_of(services: &Services) -> Result<&PaymentPage, ApiError> {

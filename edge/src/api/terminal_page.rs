@@ -2,17 +2,17 @@
 //! showed.
 //!
 //! A page holds no secret and is the same for everybody. Its user gives it their access token, which it keeps in its tab, and it does
-//! what any client does: asks for a terminal token and connects to the gateway, or fetches a recording. Its files are built in (`build.rs`); it asks no other host.
+//! what any client does: asks for a terminal token and connects to the gateway, or fetches a recording. Its files are built in (`build.rs`);
+//! it asks no other host.
 
 use std::sync::LazyLock;
 
-use axum::body::Bytes;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
-use axum::response::{IntoResponse, Response};
-use sha2::{Digest as _, Sha256};
+use axum::http::{HeaderMap, HeaderValue};
+use axum::response::Response;
 use uuid::Uuid;
 
+use super::browser_page::{Files, SCRIPT, STYLE, shown};
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
@@ -21,11 +21,8 @@ use crate::websocket::origin_of;
 const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");
 
-const SCRIPT: &str = "text/javascript; charset=utf-8";
-const STYLE: &str = "text/css; charset=utf-8";
-
 /// What the pages load: their own files, and from npm xterm.js and asciinema's player.
-const ASSETS: [(&str, &str, &str); 12] = [
+const FILES: [(&str, &str, &str); 12] = [
     ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
     ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
     ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
@@ -40,22 +37,7 @@ const ASSETS: [(&str, &str, &str); 12] = [
     ("asciinema-player.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.css"))),
 ];
 
-/// One file, with what tells its versions apart.
-struct Asset {
-    name: &'static str,
-    kind: HeaderValue,
-    etag: HeaderValue,
-    bytes: Bytes,
-}
-
-static LOADED: LazyLock<Vec<Asset>> = LazyLock::new(|| {
-    let asset = |(name, kind, text): (&'static str, &'static str, &'static str)| {
-        let digest = hex::encode(&Sha256::digest(text)[..16]);
-        let etag = HeaderValue::from_str(&format!("\"{digest}\"")).unwrap_or(HeaderValue::from_static("\"\""));
-        Asset { name, kind: HeaderValue::from_static(kind), etag, bytes: Bytes::from_static(text.as_bytes()) }
-    };
-    ASSETS.into_iter().map(asset).collect()
-});
+static LOADED: LazyLock<Files> = LazyLock::new(|| Files::built_in(&FILES));
 
 /// What a page may do: run this service's scripts, and talk to this service and whom `connects` names. xterm.js and the player write colours
 /// and sizes into style sheets of their own making. `scripts`: what scripts may do beside that; `markup`: who may make markup out of text.
@@ -100,19 +82,6 @@ pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, Ap
     Ok(shown(RECORDING, page_may("", " 'wasm-unsafe-eval'", "default")?))
 }
 
-fn shown(page: &'static str, may: HeaderValue) -> Response {
-    let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
-        (header::CONTENT_SECURITY_POLICY, may),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
-        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        // Whoever opened this page in a window has no hold on it.
-        (HeaderName::from_static("cross-origin-opener-policy"), HeaderValue::from_static("same-origin")),
-    ];
-    (headers, page).into_response()
-}
-
 /// A script or style sheet of the pages with a terminal and with a recording.
 #[utoipa::path(
     get,
@@ -127,17 +96,5 @@ fn shown(page: &'static str, may: HeaderValue) -> Response {
     ),
 )]
 pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
-    let found = LOADED.iter().find(|asset| asset.name == name);
-    let Asset { kind, etag, bytes, .. } = found.ok_or_else(|| ApiError::not_found("file of these pages"))?;
-    // Asked for each time, and sent where it is another: no page is put together of two versions for long.
-    let headers = [
-        (header::CONTENT_TYPE, kind.clone()),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        (header::ETAG, etag.clone()),
-    ];
-    if asked.get(header::IF_NONE_MATCH) == Some(etag) {
-        return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
-    }
-    Ok((headers, bytes.clone()).into_response())
+    LOADED.answer(&name, &asked)
 }
