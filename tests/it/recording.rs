@@ -217,9 +217,12 @@ async fn with_a_full_spool_and_best_effort_the_program_goes_on_and_the_gap_is_ma
     let lost = recording["lost_bytes"].as_u64().unwrap();
     assert!(lost > 0, "{recording}");
     let played = play(&world, session).await;
-    assert!(played.markers.iter().any(|marker| marker.contains("bytes are missing")), "{:?}", played.markers);
+    let gaps = played.markers.iter().filter(|marker| marker.contains("bytes are missing")).count();
+    assert!(gaps > 0, "{:?}", played.markers);
     let lines = played.lines();
-    assert!(lines.len() < 30_000 && lines.is_sorted(), "{} lines", lines.len());
+    // A gap begins and ends within lines, and what is left of these two may read as any number.
+    let out_of_order = lines.windows(2).filter(|pair| pair[0] > pair[1]).count();
+    assert!(lines.len() < 30_000 && out_of_order <= gaps, "{} lines, {out_of_order} out of order", lines.len());
     world.end().await;
 }
 
