@@ -8,7 +8,8 @@ use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, S
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
 use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
-use persistence::{Loader, sweep};
+use persistence::{Loader, Reads, sweep};
+use sqlx::postgres::PgPoolOptions;
 use std::time::Duration;
 use uuid::Uuid;
 
@@ -406,4 +407,22 @@ async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
     assert_eq!(listed(of_ann).await, [(ann(), owner, 2), (ann(), auditor, 1)]);
     let auditors = BindingFilter { subject: None, role: Some(auditor) };
     assert_eq!(listed(auditors).await, [(bob(), auditor, 3), (ann(), auditor, 1)]);
+}
+
+/// Its reader has a millisecond, in which no connection is opened. It is opened all the same, and the next reader finds it.
+#[tokio::test]
+async fn a_connection_whose_reader_gave_up_is_there_for_the_next() {
+    let world = World::new().await;
+    let options = (*world.pool().connect_options()).clone();
+    let hasty =
+        PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(1)).connect_lazy_with(options);
+    let reads = Reads::new(hasty);
+    let nobody = EntityRef { kind: Kind::Node, id: Uuid::nil() };
+    assert!(reads.entity(nobody).await.is_err(), "nothing is opened so soon");
+    let found = async {
+        while reads.entity(nobody).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), found).await.expect("a reader finds a connection");
 }
