@@ -347,6 +347,16 @@ impl Browser {
                 (Some(Up::Output { position, bytes, .. }), Some(at)) if position == at => {
                     let until = at + bytes.len() as u64;
                     expected = Some(until);
+                    if position < delivered {
+                        // The agent counts acknowledgements anew from where it was asked last, and would wait for those that it had.
+                        let known = match progress.acknowledges.load(Ordering::Relaxed) {
+                            true => progress.acknowledged.load(Ordering::Relaxed),
+                            false => acknowledged,
+                        };
+                        if down.send(Down::Ack { attachment, position: known.min(until) }).await.is_err() {
+                            return Parted::Link;
+                        }
+                    }
                     let Some(news) = news(position, bytes, delivered) else { continue };
                     if sink.feed(Message::Binary(news.into())).await.is_err() {
                         return Parted::User;
