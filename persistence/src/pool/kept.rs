@@ -18,7 +18,7 @@ const RESTED: Duration = Duration::from_secs(300);
 
 /// How many are opened at once, and how long one may take that nobody waits for any more.
 const OPENINGS: usize = 2;
-const OPENS_WITHIN: Duration = Duration::from_secs(30);
+const OPENS_WITHIN: Duration = Duration::from_secs(10);
 
 /// Clones share the connections.
 #[derive(Clone, Debug)]
@@ -91,14 +91,16 @@ impl Kept {
                 tokio::select! {
                     biased;
                     () = self.returned.notified() => {}
-                    turn = Arc::clone(&self.openings).acquire_owned() => return self.open(place, turn.ok()).await,
+                    turn = Arc::clone(&self.openings).acquire_owned() => {
+                        return self.open(place, turn.map_err(|_| sqlx::Error::PoolClosed)?).await;
+                    }
                 }
             }
         };
         timeout(self.patience, lent).await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
     }
 
-    async fn open(&self, place: OwnedSemaphorePermit, turn: Option<OwnedSemaphorePermit>) -> Result<Lent, sqlx::Error> {
+    async fn open(&self, place: OwnedSemaphorePermit, turn: OwnedSemaphorePermit) -> Result<Lent, sqlx::Error> {
         let (opened, waits) = oneshot::channel();
         let kept = self.clone();
         tokio::spawn(async move {
