@@ -159,7 +159,10 @@ impl Agent {
                 true
             }
             Ok(_) => {
-                warn!(certificate_not_after = %identity.not_after, "the control plane does not take the certificate: its authority is not trusted, or its time is over or to come");
+                warn!(
+                    certificate_not_after = %identity.not_after,
+                    "the control plane does not take the certificate: its authority is not trusted, or its time is over or to come"
+                );
                 let recovered = tokio::select! {
                     recovered = self.recover(identity.not_after) => recovered,
                     () = self.stop.cancelled() => return false,
