@@ -20,6 +20,7 @@ use wire::recording::{CHUNK_MOST, Ended, Frame, What};
 const RATE: &str = "rate_limit.terminal_token_requests_per_minute";
 const ENABLED: &str = "terminal.recording_enabled";
 const MODE: &str = "terminal.recording_mode";
+const LONGEST: &str = "terminal.recording_max_session_mib";
 /// The least that an agent may be given: a MiB for each session.
 const SMALL_SPOOL: [&str; 2] = ["--recording-spool-mib", "8"];
 
@@ -319,6 +320,34 @@ async fn a_stranger_learns_of_no_recording_and_whoever_reads_one_is_written_down
     world.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_longest_that_is_raised_holds_for_a_session_that_had_reached_it_and_strict_ends_one_that_has() {
+    let (mut world, _, allocation) = rented(1, "best-effort", &[]).await;
+    world.set_policy(LONGEST, 1).await;
+    let (mut terminal, session) = world.terminal(allocation.id).await;
+    prompt(&mut terminal).await;
+    terminal.enter("head -c 1500000 /dev/zero | tr '\\0' x; echo; echo past the e''nd\n").await;
+    terminal.shows("past the end").await;
+    assert_eq!(terminal.told("recording").await["mode"], "off");
+    world.set_policy(LONGEST, 2).await;
+    assert_eq!(terminal.told("recording").await["mode"], "best-effort");
+    terminal.enter("echo recorded a''gain\n").await;
+    terminal.shows("recorded again").await;
+    terminal.enter("head -c 1500000 /dev/zero | tr '\\0' x; echo; echo past it a''gain\n").await;
+    terminal.shows("past it again").await;
+    assert_eq!(terminal.told("recording").await["mode"], "off");
+    world.set_policy(MODE, "strict").await;
+    assert_eq!(terminal.close_code().await, 1000, "nothing more is shown that is not recorded");
+    let recording = complete(&world, session).await;
+    assert!(recording["lost_bytes"].as_u64().unwrap() > 400_000, "{recording}");
+    let played = play(&world, session).await;
+    let has = |words: &str| played.output.contains(words);
+    assert!(!has("past the end") && has("recorded again") && !has("past it again"));
+    let gaps = played.markers.iter().filter(|marker| marker.contains("bytes are missing")).count();
+    assert!(gaps > 0, "{:?}", played.markers);
+    world.end().await;
+}
+
 fn chunk(frames: &[(u64, What)]) -> Vec<u8> {
     let mut bytes = Vec::new();
     frames.iter().for_each(|(micros, what)| Frame { micros: *micros, what: what.clone() }.write(&mut bytes));
@@ -333,7 +362,7 @@ async fn send(agent: &HandAgent, session: Uuid, seq: &str, frames: Vec<u8>) -> A
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hostile_agent_adds_nothing_but_the_next_chunk_of_its_own_living_recordings() {
-    let mut world = World::plan().policy(RATE, 1000).policy("terminal.recording_max_session_mib", 1).start().await;
+    let mut world = World::plan().policy(RATE, 1000).policy(LONGEST, 1).start().await;
     let mut agents = Vec::new();
     for _ in 0..2 {
         let node = world.register("h100").await;

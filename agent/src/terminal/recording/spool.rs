@@ -253,7 +253,7 @@ impl Spool {
         if !ended {
             let seq = self.state().closed;
             let mut tape = Tape::new(Arc::clone(self), seq, u64::MAX);
-            tape.end(&Frame { micros, what: What::End(Ended::Agent) })?;
+            tape.end(&[Frame { micros, what: What::End(Ended::Agent) }])?;
         }
         self.end();
         Ok(())
@@ -282,7 +282,11 @@ impl Tape {
         self.most = most;
     }
 
-    /// Writes frames, whole or not at all.
+    pub(super) const fn most(&self) -> u64 {
+        self.most
+    }
+
+    /// Writes frames, whole or not at all: they go into one chunk, and so are [`CHUNK_MOST`] bytes at most.
     pub(super) fn write(&mut self, frames: &[u8]) -> Result<(), NotKept> {
         let length = frames.len() as u64;
         if self.spool.is_refused() {
@@ -318,10 +322,10 @@ impl Tape {
         Some(written)
     }
 
-    /// The last frame: there is room for it, however little there is otherwise.
-    pub(super) fn end(&mut self, frame: &Frame) -> io::Result<()> {
+    /// The last words, a few frames: there is room for them, however little there is otherwise.
+    pub(super) fn end(&mut self, words: &[Frame]) -> io::Result<()> {
         let mut bytes = Vec::new();
-        frame.write(&mut bytes);
+        words.iter().for_each(|frame| frame.write(&mut bytes));
         self.spool.reserve(bytes.len() as u64, true);
         let put = self.put(&bytes);
         self.close();
@@ -419,7 +423,7 @@ mod tests {
         for _ in 0..10 {
             tape.write(&output(16 * 1024)).unwrap();
         }
-        tape.end(&Frame { micros: 9, what: What::End(Ended::Session) }).unwrap();
+        tape.end(&[Frame { micros: 9, what: What::End(Ended::Session) }]).unwrap();
         let sent = send(&spool);
         assert!(sent.len() >= 3 && sent.iter().all(|chunk| chunk.len() <= CHUNK_MOST));
         assert_eq!(last(sent.last().unwrap()), What::End(Ended::Session));
@@ -448,7 +452,7 @@ mod tests {
             }
         }
         assert!(all <= 8 * 200 / 16, "{all}");
-        tape.end(&Frame { micros: 1, what: What::End(Ended::Session) }).unwrap();
+        tape.end(&[Frame { micros: 1, what: What::End(Ended::Session) }]).unwrap();
     }
 
     #[test]
