@@ -15,6 +15,7 @@ pub mod identity;
 pub mod inventory;
 pub mod journal;
 pub mod logging;
+pub mod login;
 pub mod plan;
 pub mod reservations;
 pub mod sandbox;

@@ -20,11 +20,13 @@ use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sha2::{Digest as _, Sha256};
+use tokio::io::{AsyncBufRead, AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, BufReader};
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
+use crate::login;
 use crate::store::{self, StoreError};
 
 /// The machine's own host key.
@@ -37,6 +39,8 @@ const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 const ENDS_WITHIN: Duration = Duration::from_secs(5);
+/// Whatever it says on one line beyond this is another line of the log: strangers choose some of its words.
+const LINE_MOST: u64 = 1024;
 
 /// Why tenants cannot come in.
 #[derive(Debug, thiserror::Error)]
@@ -132,12 +136,13 @@ impl Sshd {
     pub async fn run(&self, stop: &CancellationToken) {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         while !stop.is_cancelled() {
-            let mut command = Command::new(&self.program);
-            command.args(["-D", "-e", "-f"]).arg(self.config());
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-            let ended = match command.spawn() {
+            let ended = match self.command().spawn() {
                 Ok(mut sshd) => {
                     info!("tenants can come in by SSH");
+                    if let Some(said) = sshd.stderr.take() {
+                        // Until the last one has closed it: whom it has let in outlives it.
+                        tokio::spawn(log(said));
+                    }
                     let began = std::time::Instant::now();
                     let ended = tokio::select! {
                         ended = sshd.wait() => ended.map(|status| status.to_string()),
@@ -164,10 +169,33 @@ impl Sshd {
         }
     }
 
+    fn command(&self) -> Command {
+        let [shell, words @ ..] = login::words();
+        let mut command = Command::new(shell);
+        command.args(words).arg(&self.program).args(["-D", "-e", "-f"]).arg(self.config());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+    }
+
     /// Ends the listener that the file names, and nobody whom it has let in.
     fn end_the_last_one(&self) {
         end_listener(&self.pid_file(), &self.config());
     }
+}
+
+/// Who came in and who did not, and why it cannot let anybody in.
+async fn log(said: impl AsyncRead + Unpin) {
+    let mut said = BufReader::new(said);
+    while let Some(line) = line(&mut said).await {
+        info!(said = line, "sshd");
+    }
+}
+
+/// The next line, or as much of it as is logged as one.
+async fn line(said: &mut (impl AsyncBufRead + Unpin)) -> Option<String> {
+    let mut line = Vec::new();
+    let read = said.take(LINE_MOST).read_until(b'\n', &mut line).await;
+    read.is_ok_and(|read| read > 0).then(|| String::from_utf8_lossy(&line).trim_end().to_owned())
 }
 
 /// Ends what an agent of this state left listening.
@@ -220,6 +248,38 @@ fn run(tool: &'static str, command: &mut std::process::Command) -> Result<(), Ss
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use nix::sys::stat::{Mode, umask};
+
+    #[tokio::test]
+    async fn what_sshd_says_is_logged_line_by_line_and_no_line_is_too_long() {
+        let long = "x".repeat(1500);
+        let said = format!("Server listening.\r\n{long}\nthe last");
+        let mut said = BufReader::with_capacity(7, said.as_bytes());
+        let mut lines = Vec::new();
+        while let Some(line) = line(&mut said).await {
+            lines.push(line);
+        }
+        assert_eq!(lines, ["Server listening.", &long[..1024], &long[1024..], "the last"]);
+    }
+
+    #[tokio::test]
+    async fn whoever_sshd_lets_in_inherits_a_logins_mask_and_chance_to_survive_and_not_the_agents() {
+        umask(Mode::from_bits_truncate(0o077));
+        fs::write("/proc/self/oom_score_adj", "500").unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("sshd");
+        store::write_atomically(
+            &program,
+            b"#!/bin/sh\numask >&2; cat /proc/self/oom_score_adj >&2; echo \"$@\" >&2\n",
+            0o700,
+        )
+        .unwrap();
+        let sshd = Sshd { program, folder: folder.path().to_owned() };
+        let said = sshd.command().output().await.unwrap().stderr;
+        let said = String::from_utf8(said).unwrap();
+        let config = sshd.config().display().to_string();
+        assert_eq!(said.lines().collect::<Vec<_>>(), ["0022", "0", &format!("-D -e -f {config}")]);
+    }
 
     #[test]
     fn a_key_s_fingerprint_is_what_ssh_keygen_prints() {

@@ -104,6 +104,7 @@ pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> S
     Shell {
         program: program.into(),
         arguments: vec!["-l".to_owned()],
+        launcher: Vec::new(),
         user,
         folder: home.to_owned(),
         environment: own.chain(of_a_terminal).collect(),

@@ -27,6 +27,7 @@ use wire::recording::Mode;
 use wire::task::OpenTerminal;
 
 use crate::executor::Failure;
+use crate::login;
 use recording::{Recorder, Upload};
 
 pub use recording::Spools;
@@ -55,10 +56,28 @@ const SAID: usize = 2;
 pub struct Shell {
     pub program: PathBuf,
     pub arguments: Vec<String>,
+    /// Root's command that goes before it and becomes it, such as one that puts it into a slice. Empty: none.
+    pub launcher: Vec<String>,
     /// Uid and gid; `None`: the agent's own.
     pub user: Option<u32>,
     pub folder: PathBuf,
     pub environment: Vec<(String, String)>,
+}
+
+impl Shell {
+    /// Begun like a login, launched, and only then the user's.
+    fn words(&self) -> Vec<String> {
+        let mut words: Vec<String> = login::words().map(str::to_owned).into();
+        words.extend(self.launcher.iter().cloned());
+        if let Some(id) = self.user {
+            // A tool, since who has become somebody else cannot do what goes before. Without root's groups.
+            let becomes = ["setpriv", &format!("--reuid={id}"), &format!("--regid={id}"), "--clear-groups", "--"];
+            words.extend(becomes.map(str::to_owned));
+        }
+        words.push(self.program.to_string_lossy().into_owned());
+        words.extend(self.arguments.iter().cloned());
+        words
+    }
 }
 
 /// By session.
@@ -159,7 +178,7 @@ impl Terminals {
             if terms.mode == Mode::Strict {
                 return Err(unavailable(why.to_string()));
             }
-            warn!(terminal_session_id = %session_id, %why, "a terminal session cannot be recorded");
+            warn!(terminal_session_id = %session_id, %why, "a terminal session begins without its recording");
         }
         Ok((recorder, Upload::new(spool, Arc::clone(way), Arc::clone(&self.sends), self.stop.clone())))
     }
@@ -206,8 +225,10 @@ impl Drop for Place {
 fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
     let (pty, pts) = pty_process::open()?;
     pty.resize(pty_process::Size::new(ROWS, COLUMNS))?;
-    let mut command = pty_process::Command::new(&shell.program)
-        .args(&shell.arguments)
+    let words = shell.words();
+    let (program, arguments) = words.split_first().ok_or_else(|| std::io::Error::other("there is no shell"))?;
+    let command = pty_process::Command::new(program)
+        .args(arguments)
         .env_clear()
         .envs(shell.environment.iter().map(|(name, value)| (name, value)))
         .current_dir(&shell.folder)
@@ -216,9 +237,60 @@ fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
         let owner = (nix::unistd::Uid::from_raw(id), nix::unistd::Gid::from_raw(id));
         // Its programs open the terminal by name, too.
         nix::unistd::fchown(pts.as_fd(), Some(owner.0), Some(owner.1)).map_err(std::io::Error::from)?;
-        // Without root's groups: the standard library drops them where the uid changes.
-        command = command.uid(id).gid(id);
     }
     let child = command.spawn(pts)?;
     Ok((pty, child))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use nix::sys::stat::{Mode as Permissions, umask};
+    use nix::unistd::{Gid, Uid, setgroups};
+    use tokio::io::AsyncReadExt as _;
+
+    /// What a shell that runs this script says on its terminal.
+    async fn said(shell: &Shell, script: &str) -> String {
+        let shell = Shell { arguments: vec!["-c".to_owned(), script.to_owned()], ..shell.clone() };
+        let (mut pty, mut child) = spawn(&shell).unwrap();
+        let (mut said, mut part) = (Vec::new(), [0; 4096]);
+        // EIO: the last one who had the terminal has closed it.
+        while let Ok(read @ 1..) = pty.read(&mut part).await {
+            said.extend_from_slice(&part[..read]);
+        }
+        assert!(child.wait().await.unwrap().success());
+        String::from_utf8(said).unwrap()
+    }
+
+    fn shell(user: Option<u32>) -> Shell {
+        let environment = vec![("PATH".to_owned(), "/usr/bin:/bin:/usr/sbin:/sbin".to_owned())];
+        let launcher = Vec::new();
+        Shell { program: "/bin/sh".into(), arguments: Vec::new(), launcher, user, folder: "/".into(), environment }
+    }
+
+    #[tokio::test]
+    async fn a_shell_has_a_logins_mask_and_chance_to_survive_and_not_the_agents() {
+        umask(Permissions::from_bits_truncate(0o077));
+        std::fs::write("/proc/self/oom_score_adj", "500").unwrap();
+        let said = said(&shell(None), "umask; cat /proc/self/oom_score_adj").await;
+        assert_eq!(said.split_whitespace().collect::<Vec<_>>(), ["0022", "0"]);
+    }
+
+    #[tokio::test]
+    async fn whatever_launches_a_tenants_shell_it_and_its_terminal_are_the_tenants_without_roots_groups() {
+        if !Uid::effective().is_root() {
+            eprintln!("left out: only root begins shells of others");
+            return;
+        }
+        setgroups(&[Gid::from_raw(4), Gid::from_raw(0)]).unwrap();
+        let launched = ["env", "IN_SLICE=yes"].map(str::to_owned).into();
+        for (launcher, in_slice) in [(Vec::new(), "no"), (launched, "yes")] {
+            let shell = Shell { launcher, ..shell(Some(70_001)) };
+            let said = said(&shell, "id -u; id -G; stat -c %u:%g $(tty); echo ${IN_SLICE:-no}; tty > $(tty)").await;
+            let said: Vec<&str> = said.split_whitespace().collect();
+            assert_eq!(&said[..4], ["70001", "70001", "70001:70001", in_slice]);
+            assert!(said[4].starts_with("/dev/pts/"), "it opens its terminal by name: {said:?}");
+        }
+    }
 }

@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
 /// The units, with programs that are there on every machine.
 fn units() -> (tempfile::TempDir, Vec<PathBuf>) {
@@ -21,6 +22,26 @@ fn units() -> (tempfile::TempDir, Vec<PathBuf>) {
     });
     let units = units.collect();
     (folder, units)
+}
+
+/// What the agent's unit says under these names.
+fn said_of_the_agent(names: &[&str]) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/systemd/gpuaas-agent.service");
+    let text = fs::read_to_string(path).unwrap();
+    let lines = text.lines().filter_map(|line| line.split_once('='));
+    lines.filter(|(name, _)| names.contains(name)).map(|(_, value)| value.to_owned()).collect()
+}
+
+/// `setpriv`'s word for what the agent's unit leaves of root.
+fn bounding_set() -> String {
+    let left = said_of_the_agent(&["CapabilityBoundingSet"]).join(" ").to_lowercase();
+    let names = left.split_whitespace().map(|name| name.strip_prefix("cap_").unwrap());
+    // A capability that this machine does not have can be neither given nor taken.
+    let has = Command::new("setpriv").arg("--dump").output().unwrap().stdout;
+    let has = String::from_utf8(has).unwrap();
+    let here = has.lines().find_map(|line| line.strip_prefix("Capability bounding set: ")).unwrap();
+    let names = names.filter(|name| here.split(',').any(|here| here == *name));
+    ["-all".to_owned()].into_iter().chain(names.map(|name| format!("+{name}"))).collect::<Vec<_>>().join(",")
 }
 
 fn analyze(args: &[&str], unit: &Path) -> (bool, String) {
@@ -43,9 +64,93 @@ fn systemd_reads_every_unit_without_a_complaint() {
 fn no_unit_is_more_exposed_than_its_work_demands() {
     let (_folder, units) = units();
     for unit in units {
-        // In tenths: a control plane needs its sockets alone; an agent is root among tenants and may have no mounts of its own.
-        let limit = if unit.ends_with("gpuaas.service") { "15" } else { "70" };
+        // In tenths: a control plane needs its sockets alone; an agent is root among tenants, may have no mounts of its own, and no filter that
+        // they would inherit.
+        let limit = if unit.ends_with("gpuaas.service") { "15" } else { "87" };
         let (ok, said) = analyze(&["security", "--offline=yes", &format!("--threshold={limit}")], &unit);
         assert!(ok, "{}", said.lines().last().unwrap_or_default());
     }
+}
+
+#[test]
+fn nothing_that_the_agents_unit_puts_on_it_for_good_goes_on_to_tenants() {
+    // Filters of system calls and namespaces go to every descendant, and there is no way back.
+    let for_good = [
+        "LockPersonality",
+        "MemoryDenyWriteExecute",
+        "PrivateUsers",
+        "ProtectClock",
+        "ProtectHostname",
+        "RestrictAddressFamilies",
+        "RestrictNamespaces",
+        "RestrictRealtime",
+        "RestrictSUIDSGID",
+        "SystemCallArchitectures",
+        "SystemCallFilter",
+    ];
+    assert_eq!(said_of_the_agent(&for_good), Vec::<String>::new());
+    assert_eq!(said_of_the_agent(&["NoNewPrivileges"]), ["no"]);
+    // Of limits the soft one, which whoever has it may raise.
+    assert_eq!(said_of_the_agent(&["LimitCORE", "LimitNPROC", "LimitNOFILE"]), ["0:infinity"]);
+}
+
+/// An sshd that lets root in with one key, on a port that only root may listen on.
+struct Sshd {
+    folder: tempfile::TempDir,
+    port: u16,
+    running: Child,
+}
+
+impl Sshd {
+    /// Begun with what the agent's unit leaves of root.
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for key in ["host_key", "key"] {
+            let mut made = Command::new("ssh-keygen");
+            made.args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(folder.path().join(key));
+            assert!(made.status().unwrap().success());
+        }
+        let port = (600..1024).rev().find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).unwrap();
+        let at = folder.path().display();
+        let config = format!(
+            "ListenAddress 127.0.0.1:{port}\nHostKey {at}/host_key\nPidFile none\nAuthorizedKeysFile {at}/key.pub\nStrictModes no\n\
+             PermitRootLogin prohibit-password\nUsePAM no\n"
+        );
+        fs::write(folder.path().join("config"), config).unwrap();
+        let mut running = Command::new("setpriv");
+        running.args(["--bounding-set", &bounding_set(), "/usr/sbin/sshd", "-D", "-e", "-f"]);
+        running.arg(folder.path().join("config")).stderr(Stdio::piped());
+        let running = running.spawn().unwrap();
+        Self { folder, port, running }
+    }
+
+    fn runs(&self, command: &str) -> bool {
+        let mut ssh = Command::new("ssh");
+        ssh.args([
+            "-F",
+            "none",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "StrictHostKeyChecking=no",
+            "-o",
+            "UserKnownHostsFile=/dev/null",
+        ]);
+        ssh.args(["-o", "ConnectionAttempts=20", "-o", "IdentitiesOnly=yes", "-p", &self.port.to_string(), "-i"]);
+        ssh.arg(self.folder.path().join("key")).args(["root@127.0.0.1", command]).status().unwrap().success()
+    }
+}
+
+#[test]
+fn what_the_agents_unit_leaves_of_root_is_enough_for_an_sshd_that_lets_people_in() {
+    if !nix::unistd::Uid::effective().is_root() || !Path::new("/usr/sbin/sshd").exists() {
+        eprintln!("left out: it needs root and openssh-server");
+        return;
+    }
+    let _ = fs::create_dir("/run/sshd");
+    let mut sshd = Sshd::start();
+    let is_in = sshd.runs("true");
+    sshd.running.kill().unwrap();
+    let said = sshd.running.wait_with_output().unwrap().stderr;
+    assert!(is_in, "{}", String::from_utf8_lossy(&said));
 }

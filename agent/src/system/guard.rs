@@ -78,19 +78,9 @@ impl Guard {
             return shell;
         }
         let uid = account.uid;
-        let mut arguments = vec![
-            "--quiet".to_owned(),
-            "--scope".to_owned(),
-            "--collect".to_owned(),
-            format!("--slice=user-{uid}.slice"),
-            format!("--uid={uid}"),
-            format!("--gid={uid}"),
-            "--".to_owned(),
-            shell.program.to_string_lossy().into_owned(),
-        ];
-        arguments.extend(shell.arguments);
-        // It gives root away itself, once the scope is there.
-        Shell { program: "systemd-run".into(), arguments, user: None, ..shell }
+        // Not `--uid`, which would leave root's groups to the tenant.
+        let launcher = ["systemd-run", "--quiet", "--scope", "--collect", &format!("--slice=user-{uid}.slice"), "--"];
+        Shell { launcher: launcher.map(str::to_owned).into(), ..shell }
     }
 
     /// Forgets the tenant's slice.
@@ -192,11 +182,12 @@ mod tests {
     }
 
     #[test]
-    fn a_shell_is_begun_in_the_tenant_s_slice_and_never_as_root() {
+    fn a_shell_is_begun_in_the_tenant_s_slice_and_is_the_tenant_s_all_the_same() {
         let account = Account { name: "gpu-1".into(), uid: 70_001 };
         let shell = Shell {
             program: "/bin/bash".into(),
             arguments: vec!["-l".into()],
+            launcher: Vec::new(),
             user: Some(70_001),
             folder: "/home/gpu-1".into(),
             environment: Vec::new(),
@@ -204,9 +195,9 @@ mod tests {
         let mut guard = Guard { devices: "/dev".into(), slices: None };
         assert_eq!(guard.in_slice(&account, shell.clone()), shell);
         guard.slices = Some("/run/systemd/system".into());
-        let begun = guard.in_slice(&account, shell);
-        let line = begun.arguments.join(" ");
-        assert_eq!(line, "--quiet --scope --collect --slice=user-70001.slice --uid=70001 --gid=70001 -- /bin/bash -l");
+        let begun = guard.in_slice(&account, shell.clone());
+        assert_eq!(begun.launcher.join(" "), "systemd-run --quiet --scope --collect --slice=user-70001.slice --");
+        assert_eq!(begun, Shell { launcher: begun.launcher.clone(), ..shell });
     }
 
     #[test]
