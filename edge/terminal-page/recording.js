@@ -1,15 +1,15 @@
 // The page that plays a recording back: who is asked for, what there is of it, and asciinema's player.
 
 import { BEARER, reading } from "./api.js";
+import { onlyShows } from "./markup.js";
 import { ofDuration } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const session = location.pathname.split("/").at(-1);
 const ask = reading(session, () => sessionStorage.getItem(BEARER));
 
-// The player makes its buttons out of markup of its own, and nothing of a recording ever is markup: what could do more than show is refused.
-const ACTS = /<\s*(script|iframe|object|embed|base|form|meta|link|style)|\son\w+\s*=|javascript:/i;
-window.trustedTypes?.createPolicy("default", { createHTML: (markup) => (ACTS.test(markup) ? null : markup) });
+// The player makes its buttons out of markup of its own, and nothing of a recording ever is markup: what is not of the player is refused.
+window.trustedTypes?.createPolicy("default", { createHTML: (markup) => (onlyShows(markup) ? markup : null) });
 
 const only = (shown) => ["sign-in", "about", "player"].forEach((id) => (at(id).hidden = id !== shown));
 

@@ -300,21 +300,59 @@ async fn a_shell_that_was_left_runs_on_and_a_terminal_is_whole_again_after_a_sig
     screen.shows("not a ~. here").await;
     screen.enter("~?").await;
     screen.shows("leave; the shell runs on").await;
+    // What asks the terminal, and what tells it how to speak to the program.
+    let asks = r"printf '\033[6n\033]11;?\007\033[?2004hask%s\n' ed";
+    screen.enter(&format!("\r{asks}\r")).await;
+    screen.shows("asked").await;
+    assert!(screen.text().contains("\u{1b}[6n") && screen.text().contains("\u{1b}]11;?"), "a live question is asked");
     screen.enter("\r~.").await;
     assert_eq!(screen.ends().await.code(), Some(0));
     let told = screen.text();
     let session = told.rsplit("--session ").next().unwrap().trim().to_owned();
     session.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {told}"));
 
+    let listed = gpuctl.run(&["-o", "json", "allocations", "terminals", &allocation]).await.json();
+    assert_eq!(gpuctl_items(&listed), std::slice::from_ref(&session), "it is found by who rents, too");
+    world.logged_in("user2").await.run(&["allocations", "terminals", &allocation]).await.failed(5);
+
     let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
-    // What was shown before is shown again.
+    // What was shown before is shown again, and asks nothing.
     screen.shows("not a ~. here").await;
+    screen.shows("asked").await;
+    let again = screen.text();
+    assert!(
+        !again.contains("\u{1b}[6n") && !again.contains("\u{1b}]11;?") && again.contains("\u{1b}[?2004hasked"),
+        "{again:?}"
+    );
+    // From then on the program is heard again.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    screen.enter("printf '\\033[5nnow%s\\n' heard\r").await;
+    screen.shows("\u{1b}[5nnowheard").await;
     screen.enter("echo \"$kept-$((1 + 1))\"\r").await;
     screen.shows("of-before-2").await;
     kill(screen.pid(), Signal::SIGTERM).unwrap();
     assert_eq!(screen.ends().await.code(), Some(128 + 15));
     assert!(!screen.is_raw(), "the terminal is the user's again");
     assert!(screen.text().contains("\u{1b}[?25h"), "what a program may have left on is off");
+    assert!(screen.text().contains(&format!("--session {session}")), "{}", screen.text());
+
+    // Another connection puts this one out; the shell is there for either.
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
+    screen.shows("of-before-2").await;
+    let mut other = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
+    other.shows("of-before-2").await;
+    assert_eq!(screen.ends().await.code(), Some(6));
+    assert!(screen.text().contains("4409") && screen.text().contains(&format!("--session {session}")));
+    drop(other);
+
+    // Nor has it ended where no way back is found.
+    let back = ["terminal", &allocation, "--session", &session, "--reconnect-for", "1s"];
+    let mut screen = gpuctl.in_terminal(&back, 80, 24);
+    screen.shows("of-before-2").await;
+    world.kill9_replica(0);
+    let code = screen.ends().await.code().unwrap();
+    assert!(matches!(code, 8 | 9) && screen.text().contains(&format!("--session {session}")), "{}", screen.text());
+    world.restart_replica(0).await;
 
     // One that is released under its user's hands.
     let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
@@ -323,6 +361,33 @@ async fn a_shell_that_was_left_runs_on_and_a_terminal_is_whole_again_after_a_sig
     assert_eq!(screen.ends().await.code(), Some(6));
     assert!(screen.text().contains("was released"), "{}", screen.text());
     assert!(!screen.is_raw());
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_waits_for_a_terminal_that_does_not_come_is_told_what_for_and_can_leave() {
+    let mut world = World::start().await;
+    let node = world.node("h100").await;
+    // It takes connections, and says nothing.
+    let hangs = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gpuctl =
+        world.gpuctl_at(&format!("http://{}", hangs.local_addr().unwrap())).with("SVC_ACCESS_TOKEN", "a-token");
+    let mut screen = gpuctl.in_terminal(&["terminal", &Uuid::now_v7().to_string()], 80, 24);
+    screen.shows("waiting for the service (Ctrl-C leaves)").await;
+    screen.enter("typed too early\u{3}").await;
+    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert!(!screen.is_raw() && !screen.text().contains("runs on"), "{}", screen.text());
+
+    // A service that lets in, and hears nothing of the node.
+    let gpuctl = world.logged_in("user").await;
+    let allocation = rented(&gpuctl).await;
+    world.lose_agent(&node);
+    let mut screen = gpuctl.in_terminal(&["terminal", &allocation], 80, 24);
+    screen.shows("waiting for the node (Ctrl-C leaves)").await;
+    screen.enter("\u{3}").await;
+    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert!(screen.text().contains("--session "), "{}", screen.text());
+    world.find_agent(&node);
     world.end().await;
 }
 

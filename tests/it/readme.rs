@@ -25,6 +25,7 @@ const IN_TROUBLE: [&str; 4] = [
 ];
 const CA_ROTATION: &str = "**CA rotation.**";
 const IN_A_BROWSER: [&str; 2] = ["**Renting it.**", "**A terminal in the browser.**"];
+const BY_SSH: [&str; 2] = ["## The main job by hand", "**Coming in by SSH,**"];
 const BY_COMMAND_LINE: [&str; 6] =
     ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
 
@@ -89,6 +90,24 @@ fn followed(world: &World) -> Followed {
     Followed { folder, _env }
 }
 
+/// Follows a script where the checkout is, and says whether it went well and what it said.
+async fn transcript(script: &str, folder: &Path) -> (bool, String) {
+    let mut shell = Command::new("bash");
+    shell.arg("-c").arg(script).current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
+    let log = folder.join("transcript");
+    let said = fs::File::create(&log).unwrap();
+    shell.stdout(said.try_clone().unwrap()).stderr(said);
+    let ended = tokio::time::timeout(WITHIN, shell.status()).await;
+    (ended.is_ok_and(|ended| ended.unwrap().success()), fs::read_to_string(&log).unwrap())
+}
+
+/// Not every command that fails ends a script.
+fn expect_no_failure(transcript: &str) {
+    for failed in ["curl: (", "not found", "Traceback", "No such file"] {
+        assert!(!transcript.contains(failed), "{failed}:\n{transcript}");
+    }
+}
+
 fn readme() -> String {
     fs::read_to_string(checkout().join("README.md")).unwrap()
 }
@@ -115,24 +134,16 @@ async fn the_operators_recipes_hold_word_by_word() {
     let port = format!("127.0.0.1:{}", free_port().unwrap());
     let script = script.replace("127.0.0.1:9443", &port);
 
-    let mut shell = Command::new("bash");
-    shell.arg("-c").arg(&script).current_dir(folder.path()).stdin(Stdio::null()).kill_on_drop(true);
-    let log = folder.path().join("transcript");
-    let said = fs::File::create(&log).unwrap();
-    shell.stdout(said.try_clone().unwrap()).stderr(said);
-    let ended = tokio::time::timeout(WITHIN, shell.status()).await;
-    let transcript = fs::read_to_string(&log).unwrap();
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
     let agent_log = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.log")).unwrap_or_default();
-    assert!(ended.is_ok_and(|ended| ended.unwrap().success()), "{transcript}\n{agent_log}");
+    assert!(went_well, "{transcript}\n{agent_log}");
 
     let after = |title: &str| transcript.split_once(title).unwrap_or_else(|| panic!("no {title}: {transcript}")).1;
     assert!(after("**A lost agent key").contains("the agent ended with 3"), "{transcript}");
     assert!(after("**A node moved").trim_start().contains("active"), "{transcript}");
     assert!(after("--- CA rotation").contains("retired"), "{transcript}");
     assert!(after("--- all of it").contains("active"), "{transcript}");
-    for failed in ["curl: (", "not found", "Traceback", "No such file"] {
-        assert!(!transcript.contains(failed), "{failed}:\n{transcript}");
-    }
+    expect_no_failure(&transcript);
     let moved = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.env")).unwrap();
     assert!(moved.contains(&format!("SVC_API_URL='https://{port}'")), "it polls through the proxy");
     tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
@@ -180,6 +191,12 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
     assert!(cast.starts_with("{") && cast.contains("line-200"), "{cast:.200}");
 
     world.restart_replica(killed).await;
+    // The same without `gpuctl`, where the main job by hand has left its folder.
+    let script = format!("mkdir -p .dev/run/by-hand\n{}", recipes(&readme(), &BY_SSH));
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    let came_in = ["\"ssh\":{", "uid=", "(ED25519)", "releasing"].iter().all(|word| transcript.contains(word));
+    assert!(went_well && came_in, "{transcript}");
+    expect_no_failure(&transcript);
     assert!(door.machine.stop_agent().is_some_and(|status| status.success()));
     tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
 }

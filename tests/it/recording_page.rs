@@ -68,6 +68,10 @@ async fn a_recording_plays_back_in_a_browser_for_its_user_and_administrators_and
         let drawn = browser.markup("#player").await;
         assert!(!drawn.contains("<img") && !drawn.contains("<b id"), "markup came out of the recording");
         assert_eq!(browser.title().await, title);
+        let makes = "(markup) => { try { document.createElement('template').innerHTML = markup; return true } catch { return false } }";
+        for (markup, is_made) in [("<div class=\"ap-wrapper\"></div>", true), ("<img/onerror=alert(1) src=x>", false)] {
+            assert_eq!(browser.run(makes, json!(markup)).await, is_made, "{markup}");
+        }
         browser.click("#forget").await;
         browser.reads("#sign-in", "Who are you?").await;
         assert_eq!(browser.run("() => sessionStorage.length", json!(null)).await, 0);

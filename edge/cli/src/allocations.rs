@@ -38,6 +38,8 @@ pub(crate) enum Command {
         #[arg(long, conflicts_with = "ssh_keys")]
         default: bool,
     },
+    /// The terminals on an allocation that are open, to go back to.
+    Terminals { allocation: Uuid },
     /// What has become of an allocation so far.
     Events {
         allocation: Uuid,
@@ -138,6 +140,9 @@ const ALONE: [Column; 25] = [
     ("overdue", "/overdue"),
 ];
 
+const TERMINALS: [Column; 5] =
+    [("ID", "/id"), ("STATE", "/state"), ("OPENED", "/opened_at"), ("ENDS BY", "/ends_at"), ("RECORDED", "/recording")];
+
 const HISTORY: [Column; 3] = [("AT", "/at"), ("STATE", "/state"), ("WHY", "/reason")];
 
 pub(crate) fn path(allocation: Uuid) -> String {
@@ -153,6 +158,11 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::SshKeys { allocation, ssh_keys, default } => {
             let body = json!({ "ssh_key_ids": (!default).then_some(ssh_keys) });
             api.out.show(&api.put(&format!("{}/ssh-keys", path(allocation)), &body).await?, &ALONE)
+        }
+        Command::Terminals { allocation } => {
+            // More than any policy admits.
+            let page = api.list(&format!("{}/terminal-sessions", path(allocation)), &[], 1000).await?;
+            api.out.list(&page, &TERMINALS)
         }
         Command::Events { allocation, follow: false } => {
             let found = api.get(&path(allocation), &[]).await?;

@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and keeps the tokens under `$XDG_CONFIG_HOME/gpuctl` |
 //! | `skus list` | `GET /api/v1/skus` |
-//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
+//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `terminals` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
 //! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |

@@ -2,7 +2,7 @@
 //! reading is audited.
 
 mod play;
-mod tame;
+pub(crate) mod tame;
 
 use crate::allocations;
 use crate::api::{Api, Query};

@@ -1,5 +1,6 @@
 //! `gpuctl terminal`: a shell on an allocation in the user's own terminal, which goes on when connections are lost.
 
+mod again;
 mod connection;
 mod escape;
 pub(crate) mod raw;
@@ -18,7 +19,7 @@ use uuid::Uuid;
 #[derive(Debug, clap::Args)]
 pub(crate) struct TerminalArgs {
     allocation: Uuid,
-    /// Go back to a shell that was left.
+    /// Go back to a shell that was left; `gpuctl allocations terminals` shows which there are.
     #[arg(long, value_name = "ID")]
     session: Option<Uuid>,
     /// How long to look for a way back when the connection is lost (`90s`, `10m`).
@@ -37,21 +38,35 @@ pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
     }
     let mut session = Session::begin(args, api)?;
     let over = session.live().await;
-    let id = session.id();
+    let left_behind = session.left_behind().filter(|_| over.as_ref().map_or_else(may_go_on, Over::may_run_on));
     // The user's own terminal is theirs again before anything is said.
     let unclean = !matches!(over, Ok(Over::Exited { .. }));
     session.finish(unclean).await;
-    match over? {
+    if let Some(id) = left_behind {
+        say_always(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
+    }
+    match over.map_err(|failure| explained(failure, allocation))? {
         Over::Exited { code: Some(code), .. } => Ok(u8::try_from(code & 0xff).unwrap_or(u8::MAX)),
         Over::Exited { code: None, signal } => Ok(by_signal(signal.unwrap_or_default())),
         Over::Signalled(signal) => Ok(by_signal(signal)),
-        Over::Left => {
-            if let Some(id) = id {
-                say_always(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
-            }
-            Ok(0)
-        }
+        Over::Left => Ok(0),
         Over::Closed(code) => Err(closed(code)),
+    }
+}
+
+/// Whether a session may still be there after this: nobody has said that it, or what it was on, is not.
+const fn may_go_on(failure: &Failure) -> bool {
+    !matches!(failure.ended, Ended::NotFound | Ended::Refused)
+}
+
+/// With what to do where there are too many.
+fn explained(failure: Failure, allocation: Uuid) -> Failure {
+    let key = failure.answer.as_ref().map(|answer| &answer.details["policy_key"]);
+    match key {
+        Some(key) if key == "terminal.sessions_per_allocation" => {
+            failure.next(format!("Those that are open: gpuctl allocations terminals {allocation}"))
+        }
+        Some(_) | None => failure,
     }
 }
 

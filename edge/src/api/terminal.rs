@@ -14,10 +14,11 @@ use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
+use super::allocation::visible;
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId};
 use super::ssh_key::tenant_of;
@@ -25,7 +26,7 @@ use super::stored::{self, Stored, find};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 use crate::terminal::mint;
 
@@ -135,6 +136,11 @@ pub(super) struct TerminalSessionFilter {
     user_id: Option<ClaimId>,
 }
 
+/// No filter but the page's.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Unfiltered {}
+
 /// Makes a token that opens a terminal on your active allocation.
 ///
 /// It lets one connection in, once, for a short time. With `session_id` the connection goes on with that session: with the output that
@@ -217,20 +223,61 @@ async fn take_place(
     allocation_id: AllocationId,
     session: TerminalSessionId,
 ) -> Result<(), ApiError> {
-    let mut there = BTreeSet::new();
-    for state in terminal_session::Phase::LIVE {
-        let own = ListFilter { owner: Some(asking.caller.user_id.clone()), state: Some(state.to_owned()), sku: None };
-        let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
-        let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
-        there.extend(sessions.filter(|stored| stored.it.allocation_id == allocation_id).map(|stored| stored.it.id));
-    }
     let caller = &asking.caller;
+    let there = open_on(services, allocation_id, &caller.user_id).await?;
+    let there = there.iter().map(|stored| stored.it.id).collect();
     let scopes =
         AskedScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
     let command =
         tenant::Command::ExpectTerminal { user_id: caller.user_id.clone(), allocation_id, session, there, scopes };
     asking.ask_unstored::<Tenant>(tenant_of(asking), command).await?;
     Ok(())
+}
+
+/// An allocation's sessions that are not over, oldest first. Whoever rents it has opened them all.
+async fn open_on(
+    services: &Services,
+    allocation: AllocationId,
+    owner: &str,
+) -> Result<Vec<Stored<TerminalSession>>, ApiError> {
+    let mut open = BTreeMap::new();
+    for state in terminal_session::Phase::LIVE {
+        let own = ListFilter { owner: Some(owner.to_owned()), state: Some(state.to_owned()), sku: None };
+        let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
+        let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
+        let sessions = sessions.filter(|stored| stored.it.allocation_id == allocation);
+        // One that goes from state to state in between is met twice.
+        open.extend(sessions.map(|stored| (place(&stored), stored)));
+    }
+    Ok(open.into_values().collect())
+}
+
+/// Where it stands in a list. A position is kept in microseconds.
+const fn place(session: &Stored<TerminalSession>) -> (i64, Uuid) {
+    (session.created_at.timestamp_micros(), session.it.id.0)
+}
+
+/// The terminal sessions of an allocation that are not over, oldest first: each can be connected to again.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The allocation's id"), PageQuery),
+    responses((status = 200, description = "A page of sessions.", body = Items<TerminalSessionView>)),
+)]
+pub(super) async fn list_open(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+    listing: Listing<Unfiltered>,
+) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
+    let allocation = visible(&services, &asking, id).await?;
+    let page = listing.page("terminal-sessions-of-allocation", &id.to_string(), Order::OldestFirst)?;
+    let mut open = open_on(&services, allocation.it.id, &allocation.it.asked.user_id).await?;
+    let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
+    open.retain(|session| after.is_none_or(|after| place(session) > after));
+    open.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
+    let position = |stored: &Stored<TerminalSession>| Position { created_at: stored.created_at, id: stored.it.id.0 };
+    Ok(Json(page.answer(open, position, |stored| view(&stored.it))))
 }
 
 /// Everybody's terminal sessions, oldest first, ended ones too.
@@ -268,7 +315,10 @@ pub(super) async fn get(
     found.map(|stored| Json(view(&stored.it))).ok_or_else(|| ApiError::not_found("terminal session"))
 }
 
-/// Closes a terminal session at once: its connection, and its processes on the node.
+/// Closes a terminal session at once: its connection, and its shell on the node.
+///
+/// The shell and what is in its process group is told to hang up, and killed where it has not ended 2 s later. What its user has put into
+/// the background and told not to mind goes on until the allocation is released.
 #[utoipa::path(
     post,
     path = "/",

@@ -22,7 +22,7 @@ const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");
 
 /// What the pages load: their own files, and from npm xterm.js and asciinema's player.
-const FILES: [(&str, &str, &str); 12] = [
+const FILES: [(&str, &str, &str); 13] = [
     ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
     ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
     ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
@@ -33,6 +33,7 @@ const FILES: [(&str, &str, &str); 12] = [
     ("addon-fit.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/addon-fit.mjs"))),
     ("xterm.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/xterm.css"))),
     ("recording.js", SCRIPT, include_str!("../../terminal-page/recording.js")),
+    ("markup.js", SCRIPT, include_str!("../../terminal-page/markup.js")),
     ("asciinema-player.min.js", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.min.js"))),
     ("asciinema-player.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.css"))),
 ];

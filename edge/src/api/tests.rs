@@ -23,6 +23,7 @@ mod skus;
 mod ssh_keys;
 mod statements;
 mod terminal_page;
+mod terminals;
 mod till;
 mod webhooks;
 mod world;

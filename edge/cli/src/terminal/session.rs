@@ -5,6 +5,7 @@
 //! hold both ends up for ever.
 
 use super::TerminalArgs;
+use super::again::Again;
 use super::connection::{self, Attempt};
 use super::escape::{Escape, HELP, Typed};
 use super::raw::{Raw, size};
@@ -38,10 +39,11 @@ const ASKS_EVERY: Duration = Duration::from_secs(5);
 const SILENT_AFTER: Duration = Duration::from_secs(20);
 const PAUSE_FIRST: Duration = Duration::from_millis(100);
 const PAUSE_LAST: Duration = Duration::from_secs(3);
-/// A shorter gap is not worth a word in the middle of what the user sees.
+/// A shorter gap, or wait, is not worth a word in the middle of what the user sees.
 const WORTH_A_WORD: Duration = Duration::from_secs(2);
 /// Tokens in a row that were refused at the gateway.
 const REFUSED_TOKENS: u32 = 4;
+const CTRL_C: u8 = 3;
 
 /// How it ended.
 pub(super) enum Over {
@@ -53,6 +55,20 @@ pub(super) enum Over {
     Signalled(i32),
     /// The service ended it.
     Closed(u16),
+}
+
+impl Over {
+    /// Ctrl-C, where it was for this program.
+    const INTERRUPTED: Self = Self::Signalled(rustix::process::Signal::INT.as_raw());
+
+    /// Whether the shell may run on: what is known to be gone is not to be gone back to.
+    pub(super) const fn may_run_on(&self) -> bool {
+        match self {
+            Self::Exited { .. } => false,
+            Self::Left | Self::Signalled(_) => true,
+            Self::Closed(code) => !matches!(code, 1011 | 4403 | 4408),
+        }
+    }
 }
 
 enum Carried {
@@ -92,6 +108,10 @@ pub(super) struct Session<'a> {
     position: Option<u64>,
     /// It was attached at least once by this program.
     attached: bool,
+    /// Somebody was let in to it, so that it may run on without this program.
+    let_in: bool,
+    /// What is shown again to whoever comes back.
+    again: Option<Again>,
     exit: Option<Over>,
     /// How it is recorded, as was told last.
     recording: String,
@@ -117,6 +137,8 @@ impl<'a> Session<'a> {
             // Who comes back sees what is kept of what was shown before.
             position: args.session.map(|_| 0),
             attached: false,
+            let_in: args.session.is_some(),
+            again: args.session.map(|_| Again::new()),
             exit: None,
             recording: String::new(),
             acknowledged: 0,
@@ -130,8 +152,9 @@ impl<'a> Session<'a> {
         })
     }
 
-    pub(super) const fn id(&self) -> Option<Uuid> {
-        self.id
+    /// The session, where it may run on without this program.
+    pub(super) fn left_behind(&self) -> Option<Uuid> {
+        self.id.filter(|_| self.let_in)
     }
 
     /// Draws the rest and gives the terminal back.
@@ -175,7 +198,10 @@ impl<'a> Session<'a> {
                 Err(over) => return Ok(Err(over)),
             };
             let failure = match attempt {
-                Ok(socket) => return Ok(Ok(socket)),
+                Ok(socket) => {
+                    self.let_in = true;
+                    return Ok(Ok(socket));
+                }
                 Err(failure) => failure,
             };
             let momentary = matches!(failure.ended, Ended::Network | Ended::Server | Ended::RateLimited);
@@ -204,14 +230,18 @@ impl<'a> Session<'a> {
             let silent = WORTH_A_WORD.saturating_sub(began.elapsed());
             tokio::select! {
                 it = &mut something => return Ok(it),
-                () = tokio::time::sleep(silent), if self.attached && !*told => {
+                () = tokio::time::sleep(silent), if !*told => {
                     *told = true;
-                    self.notice("the connection is lost; looking for another (~. leaves)");
+                    self.notice(match self.attached {
+                        true => "the connection is lost; looking for another (~. leaves)",
+                        false => "waiting for the service (Ctrl-C leaves)",
+                    });
                 }
                 typed = self.keys.recv() => match typed {
                     None => return Err(Over::Left),
                     Some(typed) => for typed in self.escape.take(&typed) {
                         match typed {
+                            Typed::Bytes(bytes) if self.gives_up(&bytes) => return Err(Over::INTERRUPTED),
                             Typed::Bytes(bytes) => self.keep(&bytes),
                             Typed::Leave | Typed::End => return Err(Over::Left),
                             Typed::Suspend => self.suspend(),
@@ -228,6 +258,11 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Whether Ctrl-C is for this program: as long as there is no other that it could be for.
+    fn gives_up(&self, typed: &[u8]) -> bool {
+        !self.attached && typed.contains(&CTRL_C)
+    }
+
     /// What does not fit is not typed.
     fn keep(&mut self, bytes: &[u8]) {
         let room = PENDING - self.pending.len();
@@ -240,7 +275,12 @@ impl<'a> Session<'a> {
         let (outgoing, to_send) = mpsc::channel(OUTGOING);
         let sending = send(sink, to_send);
         tokio::pin!(sending);
-        let mut heard_at = Instant::now();
+        let began = Instant::now();
+        let mut heard_at = began;
+        let mut told = false;
+        if let Some(again) = &mut self.again {
+            again.interrupted();
+        }
         let mut asks = interval(ASKS_EVERY);
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut sends = true;
@@ -249,6 +289,8 @@ impl<'a> Session<'a> {
             let _ = outgoing.try_send(Message::Binary(std::mem::take(&mut self.pending).into()));
         }
         loop {
+            let silent = WORTH_A_WORD.saturating_sub(began.elapsed());
+            let shown_again_for = self.again.as_ref().and_then(Again::patience);
             tokio::select! {
                 // What the other end said last may still be unread: how the program ended, for one.
                 () = &mut sending, if sends => sends = false,
@@ -265,7 +307,16 @@ impl<'a> Session<'a> {
                     if !drew {
                         return Carried::Over(Over::Left);
                     }
+                    if let Some(again) = &mut self.again {
+                        again.drew();
+                    }
                     self.acknowledge(&outgoing, ACKNOWLEDGES_EVERY);
+                }
+                () = tokio::time::sleep(shown_again_for.unwrap_or_default()),
+                    if shown_again_for.is_some() && self.screen.behind() < UNDRAWN => self.again = None,
+                () = tokio::time::sleep(silent), if !self.attached && !told => {
+                    told = true;
+                    self.notice("waiting for the node (Ctrl-C leaves)");
                 }
                 typed = self.keys.recv(), if sends && outgoing.capacity() > OUTGOING / 2 => {
                     let Some(typed) = typed else { return Carried::Over(Over::Left) };
@@ -301,8 +352,7 @@ impl<'a> Session<'a> {
     fn hear(&mut self, message: Message, outgoing: &mpsc::Sender<Message>) -> Option<Carried> {
         match message {
             Message::Binary(bytes) => {
-                self.position = Some(self.position.unwrap_or_default() + bytes.len() as u64);
-                self.screen.show(bytes.to_vec());
+                self.show(&bytes);
                 None
             }
             Message::Text(text) => match serde_json::from_str(&text).unwrap_or(Told::Other) {
@@ -314,6 +364,9 @@ impl<'a> Session<'a> {
                     self.tell_recording(recording);
                     if lost_bytes > 0 && self.attached {
                         self.notice(&format!("{lost_bytes} bytes of output were too many to be kept, and are lost"));
+                    }
+                    if let Some(again) = &mut self.again {
+                        again.attached(position);
                     }
                     self.position = Some(position);
                     self.attached = true;
@@ -335,6 +388,16 @@ impl<'a> Session<'a> {
                 Some(_) | None => self.cut(),
             }),
             Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => None,
+        }
+    }
+
+    fn show(&mut self, bytes: &[u8]) {
+        let position = self.position.unwrap_or_default() + bytes.len() as u64;
+        self.position = Some(position);
+        let Some(again) = &mut self.again else { return self.screen.show(bytes.to_vec()) };
+        self.screen.show(again.let_through(bytes));
+        if again.is_over(position) {
+            self.again = None;
         }
     }
 
@@ -363,6 +426,7 @@ impl<'a> Session<'a> {
     fn type_in(&mut self, bytes: &[u8], outgoing: &mpsc::Sender<Message>) -> Option<Over> {
         for typed in self.escape.take(bytes) {
             match typed {
+                Typed::Bytes(bytes) if self.gives_up(&bytes) => return Some(Over::INTERRUPTED),
                 Typed::Bytes(bytes) => {
                     let _ = outgoing.try_send(Message::Binary(bytes.into()));
                 }
