@@ -3,9 +3,10 @@
 //! All replicas hear each other on one subject. Whoever has the user says hello there, with the session, a name for the link and where to
 //! answer; whoever has the session's stream answers; no answer, no stream. A stream that comes is announced there, so that who looks for
 //! it looks again. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on a subject of the
-//! link's own, and now and then that they are there.
+//! link's own, and now and then that they are there. Whoever says hello goes on with that, and only then is joined: who repeats a hello
+//! that was overheard cannot.
 
-use super::seal::{Direction, Opening, Sealing, Shared};
+use super::seal::{Opening, Sealing, Shared};
 use super::{End, Link, Parts, QUEUE, Terminals};
 use domain::TerminalSessionId;
 use futures::future::BoxFuture;
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use uuid::Uuid;
 use wire::terminal::{Down, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
 
@@ -31,8 +32,8 @@ pub struct Heard {
 pub trait Bus: Send + Sync + 'static {
     /// Whether it left.
     fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool>;
-    /// Whether somebody answered.
-    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool>;
+    /// What somebody answered; `None` where nobody did.
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, Option<Vec<u8>>>;
     /// Heard from when this returns. `None`: there is no connection.
     fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Heard>>>;
     /// A subject that this member alone may listen to.
@@ -57,6 +58,8 @@ const MESSAGE: u8 = 1;
 const PARTED: u8 = 2;
 
 const NAME: usize = 16;
+/// How long whoever was answered may take to go on.
+const GOES_ON_WITHIN: Duration = Duration::from_secs(5);
 const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 #[derive(Clone)]
@@ -126,21 +129,23 @@ impl Relay {
     async fn welcome(&self, hello: &[u8], reply: Option<String>, end: &Arc<End>) {
         let Some((name, sealed)) = hello.split_first_chunk::<NAME>() else { return };
         let link = u128::from_be_bytes(*name);
-        let mut opening = self.shared.opening(link, Direction::ToAgent);
-        let hello = opening.open(sealed).and_then(|plain| serde_json::from_slice::<Hello>(&plain).ok());
-        let (Some(hello), Some(reply)) = (hello, reply) else { return };
-        let Some(messages) = self.bus.subscribe(link_subject(link)).await else { return };
-        let Some(joined) = end.join(hello.attachment, hello.from).await else { return };
-        if !self.bus.publish(reply, Vec::new()).await {
+        let (Some((words, asked)), Some(reply)) = (self.shared.hear_hello(link, sealed), reply) else { return };
+        let Ok(hello) = serde_json::from_slice::<Hello>(&words) else { return };
+        if !end.admits(hello.attachment) {
             return;
         }
-        let Link { up, down, _held: held, .. } = joined;
-        let talk = Talk {
-            bus: Arc::clone(&self.bus),
-            subject: hello.answer_to,
-            sealing: self.shared.sealing(link, Direction::ToUser),
-            opening,
+        let Some(mut messages) = self.bus.subscribe(link_subject(link)).await else { return };
+        let Some((answer, sealing, mut opening)) = asked.answer() else { return };
+        if !self.bus.publish(reply, answer).await || !goes_on(&mut messages, &mut opening).await {
+            return;
+        }
+        let mut mouth = Mouth { bus: Arc::clone(&self.bus), subject: hello.answer_to, sealing };
+        let Some(joined) = end.join(hello.attachment, hello.from).await else {
+            mouth.say(&[PARTED]).await;
+            return;
         };
+        let Link { up, down, _held: held, .. } = joined;
+        let talk = Talk { mouth, opening };
         let gone = end.gone.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -158,48 +163,64 @@ impl Relay {
         let link: u128 = rand::random();
         let answer_to = self.bus.inbox(&format!("terminal.{link:032x}"));
         let messages = self.bus.subscribe(answer_to.clone()).await?;
-        let mut sealing = self.shared.sealing(link, Direction::ToAgent);
         let hello = serde_json::to_vec(&Hello { answer_to, attachment, from }).ok()?;
+        let (asking, hello) = self.shared.hello(link, &hello)?;
         let mut payload = self.words_on(session);
         payload.extend(link.to_be_bytes());
-        payload.extend(sealing.seal(&hello)?);
-        if !self.bus.request(STREAMS.to_owned(), payload).await {
+        payload.extend(hello);
+        let answer = self.bus.request(STREAMS.to_owned(), payload).await?;
+        let (sealing, opening) = asking.answered(&answer)?;
+        let mut mouth = Mouth { bus: Arc::clone(&self.bus), subject: link_subject(link), sealing };
+        if !mouth.say(&[ALIVE]).await {
             return None;
         }
         let (up, receiver) = mpsc::channel(QUEUE);
         let (sender, down) = mpsc::channel(QUEUE);
-        let talk = Talk {
-            bus: Arc::clone(&self.bus),
-            subject: link_subject(link),
-            sealing,
-            opening: self.shared.opening(link, Direction::ToUser),
-        };
+        let talk = Talk { mouth, opening };
         tokio::spawn(talk.run(messages, down, |down: &Down| down.encode(), up, |bytes| Up::decode(bytes).ok()).boxed());
         Some(Link { attachment, up: receiver, down: sender, _held: None })
     }
 }
 
-/// One side of a link.
-struct Talk {
+/// Whether the one who was answered says something under the keys that came of it.
+async fn goes_on(messages: &mut BoxStream<'static, Heard>, opening: &mut Opening) -> bool {
+    let first = timeout(GOES_ON_WITHIN, messages.next()).await.ok().flatten();
+    first.and_then(|heard| opening.open(&heard.payload)).is_some_and(|plain| plain == [ALIVE])
+}
+
+/// What says something on a link.
+struct Mouth {
     bus: Arc<dyn Bus>,
     /// Where the other side listens.
     subject: String,
     sealing: Sealing,
+}
+
+impl Mouth {
+    /// Whether it left.
+    async fn say(&mut self, words: &[u8]) -> bool {
+        let Some(sealed) = self.sealing.seal(words) else { return false };
+        self.bus.publish(self.subject.clone(), sealed).await
+    }
+}
+
+/// One side of a link.
+struct Talk {
+    mouth: Mouth,
     opening: Opening,
 }
 
 impl Talk {
     /// Carries messages until either side parts, says nothing for too long, or says something that was not to come next.
     async fn run<Said: Send, Told: Send>(
-        mut self,
+        self,
         mut messages: BoxStream<'static, Heard>,
         mut say: mpsc::Receiver<Said>,
         encode: impl Fn(&Said) -> Vec<u8> + Send,
         tell: mpsc::Sender<Told>,
         decode: impl Fn(&[u8]) -> Option<Told> + Send,
     ) {
-        let (bus, subject) = (Arc::clone(&self.bus), self.subject.clone());
-        let mut opening = self.opening;
+        let Self { mut mouth, mut opening } = self;
         let hear = async {
             let silent_after = Duration::from_secs(SILENT_AFTER_SECONDS);
             let mut silent_at = Instant::now() + silent_after;
@@ -223,7 +244,6 @@ impl Talk {
                 }
             }
         };
-        let sealing = &mut self.sealing;
         let speak = async {
             let mut beat = interval(Duration::from_secs(SAYS_EVERY_SECONDS));
             beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -235,8 +255,7 @@ impl Talk {
                     },
                     _ = beat.tick() => vec![ALIVE],
                 };
-                let Some(sealed) = sealing.seal(&words) else { return };
-                if !bus.publish(subject.clone(), sealed).await {
+                if !mouth.say(&words).await {
                     return;
                 }
             }
@@ -245,9 +264,7 @@ impl Talk {
             () = hear => {}
             () = speak => {}
         }
-        if let Some(sealed) = self.sealing.seal(&[PARTED]) {
-            self.bus.publish(self.subject.clone(), sealed).await;
-        }
+        mouth.say(&[PARTED]).await;
     }
 }
 

@@ -268,10 +268,13 @@ impl relay::Bus for Bus {
         async move { self.is_connected() && self.client.publish(subject, payload.into()).await.is_ok() }.boxed()
     }
 
-    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, Option<Vec<u8>>> {
         async move {
+            if !self.is_connected() {
+                return None;
+            }
             let request = Request::new().payload(payload.into()).timeout(Some(ANSWERS_WITHIN));
-            self.is_connected() && self.client.send_request(subject, request).await.is_ok()
+            self.client.send_request(subject, request).await.ok().map(|answer| answer.payload.to_vec())
         }
         .boxed()
     }
