@@ -194,13 +194,22 @@ struct User {
 }
 
 impl End {
+    /// Whether a connection of that number could be joined at this moment.
+    fn admits(&self, attachment: u32) -> bool {
+        self.may_follow(lock(&self.user).as_ref(), attachment)
+    }
+
+    fn may_follow(&self, user: Option<&User>, attachment: u32) -> bool {
+        !self.gone.is_cancelled() && user.is_none_or(|user| user.attachment <= attachment)
+    }
+
     /// `None` where a later connection is joined, or the stream is gone.
     async fn join(self: &Arc<Self>, attachment: u32, from: Option<u64>) -> Option<Link> {
         let (up, receiver) = mpsc::channel(QUEUE);
         let parted = CancellationToken::new();
         {
             let mut user = lock(&self.user);
-            if self.gone.is_cancelled() || user.as_ref().is_some_and(|user| user.attachment > attachment) {
+            if !self.may_follow(user.as_ref(), attachment) {
                 return None;
             }
             if let Some(before) = user.replace(User { attachment, up, parted: parted.clone() }) {
@@ -256,8 +265,15 @@ impl Drop for Held {
         }
         self.parted.cancel();
         lock(&self.end.user).take_if(|user| user.parted.is_cancelled());
-        let (down, attachment) = (self.end.down.clone(), self.attachment);
-        tokio::spawn(async move { down.send(Down::Detach { attachment }).await });
+        let (end, attachment) = (Arc::clone(&self.end), self.attachment);
+        tokio::spawn(async move {
+            let Ok(permit) = end.down.reserve().await else { return };
+            // The same connection may be joined again by now: after its `Attach` this would put it out.
+            let user = lock(&end.user);
+            if user.as_ref().is_none_or(|user| user.attachment != attachment) {
+                permit.send(Down::Detach { attachment });
+            }
+        });
     }
 }
 

@@ -1,35 +1,44 @@
 //! One session: a shell on its pseudo-terminal, what it said, and who is connected.
 //!
 //! The program is read only as long as whoever is connected keeps up, so that a slow reader stops it and nothing here grows. While nobody
-//! is connected it runs on, and of its output the last part is kept.
+//! is connected it runs on, and of its output the last part is kept. A session outlives its program until its user says that all of the output
+//! has come: what was sent may have been lost with a connection of which nobody knows yet that it is.
+
+mod connected;
+mod gathering;
 
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 use std::time::Duration;
 
-use futures::FutureExt as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use pty_process::{OwnedReadPty, OwnedWritePty, Pty, Size};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::Child;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, interval, sleep, sleep_until, timeout};
+use tokio::time::{Instant, interval, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 use wire::recording::Mode;
-use wire::terminal::{CHUNK, Down, Exit, INPUT_WINDOW, KEPT, OUTPUT_WINDOW, Up};
+use wire::terminal::{Down, Exit, INPUT_WINDOW, KEPT, OUTPUT_WINDOW, Up};
 
 use super::output::Output;
 use super::recording::{Came, Recorder};
+use connected::Connected;
+use gathering::Gathering;
 
-/// How long after its shell's end the rest of the output is waited for: something in the background may hold the terminal open.
+/// How long the rest of the output is waited for after its shell's end, or after its reader has caught up: something in the background may
+/// hold the terminal open.
 const REST: Duration = Duration::from_millis(250);
-/// How long a program that ended while nobody was connected waits for somebody to hear of it.
-const LINGER: Duration = Duration::from_secs(60);
-/// As much as the kernel hands out at once, nearly.
-const A_FLOOD: usize = 3840;
+/// More than a kernel holds of a terminal: who goes on writing in the background after so much has nothing more from before.
+const HELD: u64 = 64 * 1024;
+/// How long a program that ended waits for a user to say that all has come, or for one to come and hear how it ended. Longer than a gateway
+/// takes to see that a user is gone.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// How long it waits for one who has not had all of the output, and is gone.
+const COMES_BACK_WITHIN: Duration = Duration::from_secs(600);
 /// With nobody connected and the buffer full, output is read at this pace, so that one who writes without end costs little.
 const UNHEARD_PAUSE: Duration = Duration::from_millis(10);
 /// How often it is said that the program ended, until that is known.
@@ -60,16 +69,19 @@ pub(super) struct Session {
     /// How it is recorded, where that has changed and was not said yet.
     recording: Option<Mode>,
     connected: Option<Connected>,
+    /// When somebody last came, went, or had more of the output.
+    stirred_at: Instant,
     /// The last one's number: what comes from an earlier one is late.
     newest: u32,
     /// Up to where somebody has acknowledged the output.
     acknowledged: u64,
     /// Typed, and not taken by the program yet.
     typed: VecDeque<u8>,
-    exit: Option<Exit>,
-    exited_at: Option<Instant>,
+    ended: Option<Ended>,
     /// Nothing more can be read.
     silent: bool,
+    /// Since when its output is read; `None` while that waits for a reader.
+    reads_since: Option<Instant>,
     /// Before then output that nobody hears is not read.
     read_after: Instant,
     heard: mpsc::Receiver<Heard>,
@@ -88,27 +100,24 @@ pub(super) struct Ends {
     pub(super) given_back: CancellationToken,
 }
 
-struct Connected {
-    attachment: u32,
-    /// The next byte to send.
-    next: u64,
-    /// Input taken, and how much of that was said.
-    taken: u64,
-    said_taken: u64,
-    /// What it asked for, until it is answered.
-    answer: Option<Up>,
+/// A program that is over.
+#[derive(Clone, Copy)]
+struct Ended {
+    exit: Exit,
+    at: Instant,
+    /// So much was read since.
+    read: u64,
 }
 
-impl Connected {
-    /// So much that it is worth a message; less never fills the window.
-    const fn has_taken_much(&self) -> bool {
-        self.taken - self.said_taken >= INPUT_WINDOW / 4
+impl Ended {
+    fn now(exit: Exit) -> Self {
+        Self { exit, at: Instant::now(), read: 0 }
     }
 }
 
 /// Why the loop is left.
 enum End {
-    /// The program ended and its output is sent.
+    /// The program ended and its output has come, or nobody comes for it.
     Exited(Exit),
     /// The control plane says so, for itself or for the user.
     Told,
@@ -140,12 +149,13 @@ impl Session {
             recorder,
             recording: None,
             connected: None,
+            stirred_at: now,
             newest: 0,
             acknowledged: 0,
             typed: VecDeque::new(),
-            exit: None,
-            exited_at: None,
+            ended: None,
             silent: false,
+            reads_since: None,
             read_after: now,
             heard,
             say,
@@ -167,8 +177,10 @@ impl Session {
                 self.say_until_heard(&Up::Exited { exit }).await;
             }
             End::Stopped => {
+                let ended = self.ended.filter(|_| !self.ends.given_back.is_cancelled());
+                let how = ended.map_or(Up::Lost, |it| Up::Exited { exit: it.exit });
                 self.end_processes().await;
-                let _ = tokio::time::timeout(LAST_WORDS, self.say_until_heard(&Up::Lost)).await;
+                let _ = timeout(LAST_WORDS, self.say_until_heard(&how)).await;
             }
             End::Over => {}
         }
@@ -179,14 +191,20 @@ impl Session {
     /// The control plane says that the session is over once it knows how it ended. What is said may be cut off.
     async fn say_until_heard(&mut self, how: &Up) {
         let mut again = interval(SAID_AGAIN);
+        let say = self.say.clone();
         loop {
             tokio::select! {
-                heard = self.heard.recv() => {
-                    if matches!(heard, Some(Heard::Said(Down::Close)) | None) {
-                        return;
-                    }
+                heard = self.heard.recv() => match heard {
+                    Some(Heard::Said(Down::Close)) | None => return,
+                    // Whoever comes back hears what they lack, and the end after it.
+                    Some(Heard::Said(said)) => self.hear(said),
+                    Some(Heard::Cut) => self.part(),
+                },
+                permit = say.reserve(), if self.has_to_say() => {
+                    let Ok(permit) = permit else { return };
+                    self.say_next(permit);
                 }
-                _ = again.tick() => drop(self.say.try_send(how.clone())),
+                _ = again.tick(), if !self.has_to_say() => drop(self.say.try_send(how.clone())),
                 () = self.ends.over.cancelled() => return,
                 () = sleep_until(self.ends_at) => return,
             }
@@ -206,11 +224,12 @@ impl Session {
         let mut gathering = Gathering::new();
         let say = self.say.clone();
         loop {
+            self.take_stock(&gathering);
             if let Some(exit) = self.is_over() {
                 return End::Exited(exit);
             }
             let may_read = self.may_read();
-            let (read_after, rest_until) = (self.read_after, self.rest_until());
+            let (read_after, read_until) = (self.read_after, self.read_until());
             tokio::select! {
                 () = self.ends.over.cancelled() => return End::Over,
                 () = self.ends.stop.cancelled() => return End::Stopped,
@@ -222,18 +241,18 @@ impl Session {
                     Some(Heard::Said(Down::Close)) => return End::Told,
                     None => return End::Over,
                     Some(Heard::Said(said)) => self.hear(said),
-                    Some(Heard::Cut) => self.connected = None,
+                    Some(Heard::Cut) => self.part(),
                 },
                 permit = say.reserve(), if self.has_to_say() => {
                     let Ok(permit) = permit else { return End::Over };
-                    if let Some(up) = next_words(&mut self.connected, &mut self.recording, &self.output) {
-                        permit.send(up);
-                    }
+                    self.say_next(permit);
                 }
-                read = gathering.read(&mut self.reader, read_after), if may_read => match read {
-                    Ok(1..) => self.recorder.output(gathering.take()),
+                read = timeout_at(read_until, gathering.read(&mut self.reader, read_after)), if may_read => match read {
+                    Ok(Ok(1..)) => self.came(gathering.take()),
                     // EIO: every process of the terminal has closed it.
-                    Ok(0) | Err(_) => self.silent = true,
+                    Ok(Ok(0) | Err(_)) => self.silent = true,
+                    Err(_) if gathering.is_empty() => self.silent = true,
+                    Err(_) => self.came(gathering.take()),
                 },
                 came = self.recorder.comes(), if self.recorder.is_busy() => match came {
                     Came::Show(bytes) => self.said(&bytes),
@@ -241,10 +260,21 @@ impl Session {
                     Came::MustEnd => return End::Told,
                 },
                 written = self.writer.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.took(written.ok()),
-                status = self.child.wait(), if self.exit.is_none() => self.exited(status.ok()),
-                () = sleep_until(rest_until.unwrap_or_else(Instant::now)), if rest_until.is_some() => self.silent = true,
-                () = sleep(Duration::from_secs(1)), if self.exit.is_some() => {}
+                status = self.child.wait(), if self.ended.is_none() => self.exited(status.ok()),
+                () = sleep(Duration::from_secs(1)), if self.ended.is_some() => {}
             }
+        }
+    }
+
+    /// What has come about by itself.
+    fn take_stock(&mut self, gathering: &Gathering) {
+        self.reads_since = self.may_read().then(|| self.reads_since.unwrap_or_else(Instant::now));
+        let is_past_the_rest = self.ended.is_some_and(|it| it.read >= HELD && it.at.elapsed() >= REST);
+        if is_past_the_rest && gathering.is_empty() {
+            self.silent = true;
+        }
+        if self.has_said_all() && !self.typed.is_empty() {
+            self.took(None);
         }
     }
 
@@ -254,31 +284,45 @@ impl Session {
             && (self.connected.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
     }
 
-    fn has_to_say(&self) -> bool {
-        let is_new = self.recording.is_some();
-        self.connected
-            .as_ref()
-            .is_some_and(|it| is_new || it.answer.is_some() || it.next < self.output.end() || it.has_taken_much())
+    /// When reading that brings nothing ends.
+    fn read_until(&self) -> Instant {
+        let rest = self.ended.zip(self.reads_since).map(|(ended, since)| ended.at.max(since) + REST);
+        rest.unwrap_or(self.ends_at)
     }
 
-    /// The end of the wait for what the terminal still has to say after its shell's end.
-    fn rest_until(&self) -> Option<Instant> {
-        // A reader who does not keep up hears the rest as well.
-        self.exited_at.filter(|_| !self.silent && self.may_read()).map(|at| at + REST)
+    /// The output will not grow.
+    fn has_said_all(&self) -> bool {
+        self.ended.is_some() && self.silent && self.recorder.is_settled()
+    }
+
+    fn has_to_say(&self) -> bool {
+        let owes = |it: &Connected| it.is_owed_words(&self.output, self.has_said_all());
+        self.connected.as_ref().is_some_and(|it| self.recording.is_some() || owes(it))
+    }
+
+    fn say_next(&mut self, permit: mpsc::Permit<'_, Up>) {
+        let is_all = self.has_said_all();
+        let Some(connected) = &mut self.connected else { return };
+        if let Some(up) = connected.next_words(&mut self.recording, &self.output, is_all) {
+            permit.send(up);
+        }
     }
 
     fn is_over(&self) -> Option<Exit> {
-        let heard_out = match &self.connected {
-            Some(_) => !self.has_to_say(),
-            None => self.exited_at.is_some_and(|at| at.elapsed() >= LINGER),
+        let ended = self.ended.filter(|_| self.has_said_all())?;
+        let waited = ended.at.max(self.stirred_at).elapsed();
+        let is_heard_out = match &self.connected {
+            Some(it) => !self.has_to_say() && (it.has_all || waited >= ANSWERS_WITHIN),
+            None if self.acknowledged < self.output.end() => waited >= COMES_BACK_WITHIN,
+            None => waited >= ANSWERS_WITHIN,
         };
-        self.exit.filter(|_| self.silent && self.recorder.is_settled() && heard_out)
+        (is_heard_out || self.ends.given_back.is_cancelled()).then_some(ended.exit)
     }
 
     fn hear(&mut self, said: Down) {
         match said {
             Down::Attach { attachment, from } if attachment >= self.newest => self.attach(attachment, from),
-            Down::Detach { attachment } if self.is_connected(attachment) => self.connected = None,
+            Down::Detach { attachment } if self.is_connected(attachment) => self.part(),
             Down::Input { attachment, bytes } if self.is_connected(attachment) => {
                 // Who sends more than its window has not kept to the protocol.
                 if (self.typed.len() + bytes.len()) as u64 <= 2 * INPUT_WINDOW {
@@ -287,7 +331,17 @@ impl Session {
             }
             Down::Ack { attachment, position } if self.is_connected(attachment) => {
                 let sent = self.connected.as_ref().map_or(0, |it| it.next);
-                self.acknowledged = self.acknowledged.max(position.min(sent));
+                let position = position.min(sent);
+                if position > self.acknowledged {
+                    self.acknowledged = position;
+                    self.stirred_at = Instant::now();
+                }
+            }
+            Down::Received { attachment, position } => {
+                let end = self.output.end();
+                if let Some(it) = self.connected.as_mut().filter(|it| it.attachment == attachment) {
+                    it.has_all |= position >= end;
+                }
             }
             Down::Resize { columns, rows } => {
                 let (columns, rows) = (columns.max(1), rows.max(1));
@@ -312,13 +366,28 @@ impl Session {
         let next = wanted.max(self.output.start());
         self.newest = attachment;
         self.acknowledged = next;
-        let answer = Some(Up::Attached { attachment, position: next, lost: next - wanted });
-        self.connected = Some(Connected { attachment, next, taken: 0, said_taken: 0, answer });
+        self.stirred_at = Instant::now();
+        self.connected = Some(Connected::new(attachment, wanted, next));
+        // A change may have been said to one whose connection was cut just then.
+        self.recording = Some(self.recorder.mode());
+    }
+
+    fn part(&mut self) {
+        self.connected = None;
+        self.stirred_at = Instant::now();
+    }
+
+    /// The program said it; it is shown once it is recorded.
+    fn came(&mut self, bytes: &[u8]) {
+        if let Some(ended) = &mut self.ended {
+            ended.read += bytes.len() as u64;
+        }
+        self.recorder.output(bytes);
     }
 
     fn said(&mut self, bytes: &[u8]) {
         self.output.push(bytes);
-        if self.connected.is_none() && self.output.start() > self.acknowledged {
+        if self.connected.is_none() && self.ended.is_none() && self.output.start() > self.acknowledged {
             self.read_after = Instant::now() + UNHEARD_PAUSE;
         }
     }
@@ -333,15 +402,16 @@ impl Session {
     }
 
     fn exited(&mut self, status: Option<ExitStatus>) {
-        self.exit = Some(exit_of(status));
-        self.exited_at = Some(Instant::now());
+        self.ended = Some(Ended::now(exit_of(status)));
+        // What is left is little, and not to be missed.
+        self.read_after = Instant::now();
     }
 
     /// The session's own processes: the shell and what has not left its group. What a user has put into the background of the machine
     /// goes with the allocation.
     async fn end_processes(&mut self) -> Exit {
-        if let Some(exit) = self.exit {
-            return exit;
+        if let Some(ended) = self.ended {
+            return ended.exit;
         }
         let signal = |signal| self.pid.map(|pid| killpg(pid, signal));
         signal(Signal::SIGHUP);
@@ -353,51 +423,8 @@ impl Session {
             }
         };
         let exit = exit_of(status.ok());
-        self.exit = Some(exit);
+        self.ended = Some(Ended::now(exit));
         exit
-    }
-}
-
-/// Reads the terminal. The kernel hands out 4 KiB at once, and there is often more.
-struct Gathering {
-    buffer: Box<[u8]>,
-    filled: usize,
-    /// So much was there when it was last waited for more.
-    waited_at: usize,
-}
-
-impl Gathering {
-    fn new() -> Self {
-        Self { buffer: vec![0; CHUNK].into(), filled: 0, waited_at: 0 }
-    }
-
-    /// How much there is, read not before that time. What was read stays where this is dropped.
-    async fn read(&mut self, reader: &mut OwnedReadPty, not_before: Instant) -> std::io::Result<usize> {
-        if self.filled == 0 {
-            if Instant::now() < not_before {
-                sleep_until(not_before).await;
-            }
-            self.filled = reader.read(&mut self.buffer).await?;
-        }
-        while self.filled < self.buffer.len() {
-            // Whatever ends it is said again by the next read.
-            if let Some(Ok(more @ 1..)) = reader.read(&mut self.buffer[self.filled..]).now_or_never() {
-                self.filled += more;
-            } else if self.filled - self.waited_at >= A_FLOOD {
-                // Who said so much says more in a moment; the echo of a keystroke does not wait for it.
-                self.waited_at = self.filled;
-                tokio::task::yield_now().await;
-            } else {
-                break;
-            }
-        }
-        Ok(self.filled)
-    }
-
-    fn take(&mut self) -> &[u8] {
-        let filled = std::mem::take(&mut self.filled);
-        self.waited_at = 0;
-        &self.buffer[..filled]
     }
 }
 
@@ -411,23 +438,6 @@ fn exit_of(status: Option<ExitStatus>) -> Exit {
     }
 }
 
-/// What is to be said next to the one who is connected.
-fn next_words(connected: &mut Option<Connected>, recording: &mut Option<Mode>, output: &Output) -> Option<Up> {
-    let connected = connected.as_mut()?;
-    if let Some(answer) = connected.answer.take() {
-        return Some(answer);
-    }
-    if let Some(mode) = recording.take() {
-        return Some(Up::Recording { mode });
-    }
-    let attachment = connected.attachment;
-    if connected.has_taken_much() {
-        connected.said_taken = connected.taken;
-        return Some(Up::Taken { attachment, bytes: connected.taken });
-    }
-    // It may have been overtaken by what is kept; whoever is connected keeps the program from going on so far.
-    let position = connected.next.max(output.start());
-    let bytes = output.from(position, CHUNK);
-    connected.next = position + bytes.len() as u64;
-    (!bytes.is_empty()).then_some(Up::Output { attachment, position, bytes })
-}
+#[cfg(test)]
+#[allow(clippy::expect_used, clippy::unwrap_used)]
+mod tests;

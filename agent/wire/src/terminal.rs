@@ -48,6 +48,11 @@ pub enum Down {
         attachment: u32,
         position: u64,
     },
+    /// To an [`Up::Output`] without bytes: the user's own end says that all up to here has come there.
+    Received {
+        attachment: u32,
+        position: u64,
+    },
     Resize {
         columns: u16,
         rows: u16,
@@ -64,29 +69,15 @@ pub enum Down {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Up {
     /// To [`Down::Attach`]: output follows from this position on; so many bytes before it were wanted and are gone.
-    Attached {
-        attachment: u32,
-        position: u64,
-        lost: u64,
-    },
-    Output {
-        attachment: u32,
-        position: u64,
-        bytes: Vec<u8>,
-    },
+    Attached { attachment: u32, position: u64, lost: u64 },
+    /// Without bytes it asks: nothing more will be said, has all of it come?
+    Output { attachment: u32, position: u64, bytes: Vec<u8> },
     /// So much of this connection's input was taken by the program.
-    Taken {
-        attachment: u32,
-        bytes: u64,
-    },
+    Taken { attachment: u32, bytes: u64 },
     /// The program ended, and all that it said was sent before.
-    Exited {
-        exit: Exit,
-    },
+    Exited { exit: Exit },
     /// What is shown from here on is recorded so.
-    Recording {
-        mode: Mode,
-    },
+    Recording { mode: Mode },
     /// The agent was stopped, or started anew: the program went with it, and nobody knows how it ended.
     Lost,
 }
@@ -112,6 +103,7 @@ const ACK: u8 = 5;
 const RESIZE: u8 = 6;
 const CLOSE: u8 = 7;
 const RECORD: u8 = 8;
+const RECEIVED: u8 = 9;
 const ATTACHED: u8 = 129;
 const OUTPUT: u8 = 130;
 const TAKEN: u8 = 131;
@@ -131,6 +123,9 @@ impl Down {
             Self::Detach { attachment } => joined(DETACH, &[&attachment.to_be_bytes()]),
             Self::Input { attachment, bytes } => joined(INPUT, &[&attachment.to_be_bytes(), bytes]),
             Self::Ack { attachment, position } => joined(ACK, &[&attachment.to_be_bytes(), &position.to_be_bytes()]),
+            Self::Received { attachment, position } => {
+                joined(RECEIVED, &[&attachment.to_be_bytes(), &position.to_be_bytes()])
+            }
             Self::Resize { columns, rows } => joined(RESIZE, &[&columns.to_be_bytes(), &rows.to_be_bytes()]),
             Self::Close => vec![CLOSE],
             Self::Record { terms } => joined(RECORD, &[&[byte_of(terms.mode)], &terms.most_bytes.to_be_bytes()]),
@@ -147,6 +142,7 @@ impl Down {
             DETACH => Self::Detach { attachment: reader.u32()? },
             INPUT => Self::Input { attachment: reader.u32()?, bytes: reader.rest() },
             ACK => Self::Ack { attachment: reader.u32()?, position: reader.u64()? },
+            RECEIVED => Self::Received { attachment: reader.u32()?, position: reader.u64()? },
             RESIZE => Self::Resize { columns: reader.u16()?, rows: reader.u16()? },
             CLOSE => Self::Close,
             RECORD => Self::Record { terms: Terms { mode: reader.mode()?, most_bytes: reader.u64()? } },
@@ -275,6 +271,7 @@ mod tests {
             any::<u32>().prop_map(|attachment| Down::Detach { attachment }),
             (any::<u32>(), bytes()).prop_map(|(attachment, bytes)| Down::Input { attachment, bytes }),
             (any::<u32>(), any::<u64>()).prop_map(|(attachment, position)| Down::Ack { attachment, position }),
+            (any::<u32>(), any::<u64>()).prop_map(|(attachment, position)| Down::Received { attachment, position }),
             (any::<u16>(), any::<u16>()).prop_map(|(columns, rows)| Down::Resize { columns, rows }),
             Just(Down::Close),
             (a_mode(), any::<u64>()).prop_map(|(mode, most_bytes)| Down::Record { terms: Terms { mode, most_bytes } }),
@@ -329,6 +326,7 @@ mod tests {
         assert_eq!(hex(Down::Attach { attachment: 1, from: Some(258) }.encode()), "02000000010000000000000102");
         assert_eq!(hex(Down::Input { attachment: 1, bytes: b"ls".to_vec() }.encode()), "04000000016c73");
         assert_eq!(hex(Down::Resize { columns: 80, rows: 24 }.encode()), "0600500018");
+        assert_eq!(hex(Down::Received { attachment: 1, position: 258 }.encode()), "09000000010000000000000102");
         assert_eq!(
             hex(Up::Output { attachment: 1, position: 2, bytes: b"x".to_vec() }.encode()),
             "8200000001000000000000000278"

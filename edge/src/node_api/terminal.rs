@@ -16,6 +16,7 @@ use axum::extract::ws::{Message, WebSocket};
 use axum::extract::{State, WebSocketUpgrade};
 use axum::response::Response;
 use domain::authz::authorize;
+use domain::machine::Timestamp;
 use domain::node::Command;
 use domain::policy::Scopes;
 use domain::recording::Terms;
@@ -72,8 +73,8 @@ pub(super) async fn stream(
         // What is said together goes out together: acknowledgements and keystrokes are short.
         .write_buffer_size(4 * 1024)
         .max_write_buffer_size(8 * MESSAGE);
-    let scopes = found.it.scopes();
-    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, scopes, held }.run(socket)))
+    let (scopes, ends_at) = (found.it.scopes(), found.it.ends_at);
+    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, ends_at, scopes, held }.run(socket)))
 }
 
 /// It lives as long as the session and mostly waits: questions that are asked now and then are in boxes, and leave no room behind.
@@ -82,6 +83,7 @@ pub(super) struct NodeEnd {
     scope: Scope,
     node_id: NodeId,
     session: TerminalSessionId,
+    ends_at: Timestamp,
     /// Of its owner.
     scopes: Scopes,
     /// A proxy's connection is not the node's: what runs over it is cut here.
@@ -101,7 +103,7 @@ impl NodeEnd {
             () = here.gone() => false,
             () = self.held.cut() => false,
             () = services.stopping.cancelled() => false,
-            _ = until_over(&services, self.session, None) => true,
+            _ = until_over(&services, self.session, self.ends_at, None) => true,
         };
         if is_over {
             let close = Message::Binary(Down::Close.encode().into());

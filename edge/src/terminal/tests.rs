@@ -29,12 +29,13 @@ impl Bus for Room {
         async move { !self.cut.is_cancelled() && self.said.send((subject, payload, None)).is_ok() }.boxed()
     }
 
-    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
+    fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, Option<Vec<u8>>> {
         async move {
             let reply = format!("reply.{}", Uuid::new_v4());
-            let Some(mut answers) = self.subscribe(reply.clone()).await else { return false };
+            let mut answers = self.subscribe(reply.clone()).await?;
             let _ = self.said.send((subject, payload, Some(reply)));
-            tokio::time::timeout(Duration::from_millis(300), answers.next()).await.is_ok()
+            let answer = tokio::time::timeout(Duration::from_millis(300), answers.next()).await.ok()??;
+            Some(answer.payload)
         }
         .boxed()
     }
@@ -126,6 +127,19 @@ async fn a_later_connection_takes_the_place_of_an_earlier_one_and_never_the_othe
 }
 
 #[tokio::test]
+async fn a_connection_that_is_joined_again_is_not_put_out_by_its_own_farewell() {
+    let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
+    let (_stream, mut downs) = stream_at(&alone);
+    drop(alone.link(SESSION, 1, None).await.unwrap());
+    let _again = alone.link(SESSION, 1, Some(7)).await.unwrap();
+    let mut said = Vec::new();
+    while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
+        said.push(down);
+    }
+    assert_eq!(said.last(), Some(&Down::Attach { attachment: 1, from: Some(7) }), "{said:?}");
+}
+
+#[tokio::test]
 async fn user_and_agent_at_two_replicas_hear_each_other_and_the_bus_hears_nothing() {
     let room = Room::new();
     let mut overheard = room.said.subscribe();
@@ -146,6 +160,48 @@ async fn user_and_agent_at_two_replicas_hear_each_other_and_the_bus_hears_nothin
     while let Ok((_, payload, _)) = overheard.try_recv() {
         assert!(!payload.windows(6).any(|part| part == b"secret"), "it can be read on the bus");
     }
+}
+
+/// What an agent is told for a while.
+async fn told(downs: &mut mpsc::Receiver<Down>) -> Vec<Down> {
+    let mut told = Vec::new();
+    while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(200), downs.recv()).await {
+        told.push(down);
+    }
+    told
+}
+
+#[tokio::test]
+async fn a_hello_and_what_was_typed_after_it_reach_no_program_when_they_are_said_again() {
+    let room = Room::new();
+    let mut overheard = room.said.subscribe();
+    let (here, there) = (replica(&room, 1), replica(&room, 1));
+    let (stream, mut downs) = stream_at(&there);
+    let mut link = linked(&here, 3, None).await;
+    link.down.send(Down::Input { attachment: 3, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
+    assert_eq!(told(&mut downs).await.len(), 2, "it is joined, and types");
+    let mut recorded = Vec::new();
+    while let Ok(said) = overheard.try_recv() {
+        recorded.push(said);
+    }
+    let (hellos, rest): (Vec<Said>, Vec<Said>) = recorded.into_iter().partition(|(_, _, reply)| reply.is_some());
+    let (streams, hello, _) = hellos.last().unwrap().clone();
+
+    // The one who is there stays.
+    let answer = room.request(streams.clone(), hello.clone()).await;
+    assert!(answer.is_some(), "whose hello it is cannot be seen before it is answered");
+    stream.deliver(output(3, b"still here")).await;
+    assert_eq!(link.up.recv().await.unwrap(), output(3, b"still here"));
+    assert_eq!(told(&mut downs).await, []);
+
+    // And when they are gone, nobody types for them.
+    drop(link);
+    assert_eq!(told(&mut downs).await, [Down::Detach { attachment: 3 }]);
+    assert!(room.request(streams, hello).await.is_some());
+    for (subject, payload, _) in rest {
+        room.publish(subject, payload).await;
+    }
+    assert_eq!(told(&mut downs).await, []);
 }
 
 #[tokio::test]

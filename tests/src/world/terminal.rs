@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -30,6 +30,8 @@ pub struct Gateway {
     ca: PathBuf,
     /// `host:port`.
     at: String,
+    /// The kernel's buffer for what comes, where that is not to be as large as it likes.
+    receives: Option<u32>,
 }
 
 /// How a connection is asked for.
@@ -51,6 +53,7 @@ pub struct Ticket {
 /// An open terminal.
 pub struct Terminal {
     socket: Socket,
+    session: Uuid,
     /// Everything that was shown.
     pub shown: Vec<u8>,
     /// The position after it.
@@ -64,7 +67,11 @@ impl World {
     /// Through the balancer.
     #[must_use]
     pub fn gateway(&self) -> Gateway {
-        Gateway { ca: self.authority.certificate_path().to_owned(), at: self.public.address().to_string() }
+        Gateway {
+            ca: self.authority.certificate_path().to_owned(),
+            at: self.public.address().to_string(),
+            receives: None,
+        }
     }
 
     /// Of one replica.
@@ -95,9 +102,45 @@ impl World {
         terminal.attached().await;
         (terminal, ticket.session)
     }
+
+    /// A fresh terminal of `user`, at the replica where the node's stream of it ends or, `relayed`, at another. With that replica.
+    pub async fn terminal_joined(&mut self, allocation: Uuid, relayed: bool) -> (Terminal, usize) {
+        let before = self.terminal_streams().await;
+        let ticket = self.ticket(&self.user.clone(), allocation, None).await;
+        let until = tokio::time::Instant::now() + PATIENCE;
+        let streams_at = loop {
+            let streams = self.terminal_streams().await;
+            if let Some(at) = (0..streams.len()).find(|at| streams[*at] > before[*at]) {
+                break at;
+            }
+            assert!(tokio::time::Instant::now() < until, "no stream comes: {before:?}, {streams:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        let at = if relayed { (streams_at + 1) % self.replicas.len() } else { streams_at };
+        let mut terminal = self.gateway_at(at).open(&ticket.token, None).await;
+        terminal.attached().await;
+        (terminal, streams_at)
+    }
+
+    /// How many nodes' streams end at each replica.
+    async fn terminal_streams(&self) -> Vec<u64> {
+        let mut streams = Vec::new();
+        for index in 0..self.replicas.len() {
+            let page = self.at_replica(index, "admin").once(Method::GET, "/metrics", None).await.text;
+            let count = page.lines().find_map(|line| line.strip_prefix("terminal_streams "));
+            streams.push(count.and_then(|count| count.parse().ok()).expect("it is counted"));
+        }
+        streams
+    }
 }
 
 impl Gateway {
+    /// For a reader whose kernel takes little in for them.
+    #[must_use]
+    pub fn receiving(self, bytes: u32) -> Self {
+        Self { receives: Some(bytes), ..self }
+    }
+
     /// Trusts the world's authority alone.
     #[must_use]
     pub fn client_config(&self) -> ClientConfig {
@@ -136,7 +179,7 @@ impl Gateway {
         offered.extend(asking.from.map(|from| format!("from.{from}")));
         let headers = asking.origin.iter().map(|origin| ("origin", origin.as_str()));
         let socket = self.upgrade(&format!("/ws/v1/terminal{query}"), &offered, headers).await?;
-        Ok(Terminal { socket, shown: Vec::new(), position: 0, told: Vec::new(), closed: None })
+        Ok(Terminal { socket, session: Uuid::nil(), shown: Vec::new(), position: 0, told: Vec::new(), closed: None })
     }
 
     /// A WebSocket that speaks the first of what is offered, over a connection of its own.
@@ -149,7 +192,11 @@ impl Gateway {
         offered: &[String],
         headers: impl IntoIterator<Item = (&'static str, &'a str)>,
     ) -> Result<Socket, (u16, Value)> {
-        let stream = TcpStream::connect(&self.at).await.expect("it listens");
+        let socket = TcpSocket::new_v4().unwrap();
+        if let Some(bytes) = self.receives {
+            socket.set_recv_buffer_size(bytes).unwrap();
+        }
+        let stream = socket.connect(self.at.parse().unwrap()).await.expect("it listens");
         self.upgrade_on(stream, path, offered, headers).await
     }
 
@@ -232,6 +279,7 @@ impl Terminal {
                 let said: Value = serde_json::from_str(&text).expect("control is JSON");
                 if said["type"] == "attached" {
                     self.position = said["position"].as_u64().expect("a position");
+                    self.session = said["session_id"].as_str().and_then(|id| id.parse().ok()).expect("a session");
                 }
                 self.told.push(said);
             }
@@ -273,6 +321,12 @@ impl Terminal {
             assert!(!late, "{text:?} is never shown ({:?}): {}", self.closed, self.text());
             self.hear(Duration::from_millis(200)).await;
         }
+    }
+
+    /// The session, once it is attached.
+    #[must_use]
+    pub const fn session(&self) -> Uuid {
+        self.session
     }
 
     #[must_use]

@@ -1,0 +1,33 @@
+//! Close codes (decisions 5), each with a word for people.
+
+use crate::websocket::Close;
+pub(in crate::terminal) use crate::websocket::{REVOKED, TOKEN};
+use domain::terminal_session::CloseReason;
+
+pub(in crate::terminal) const LIFETIME: Close = (4408, "lifetime");
+pub(in crate::terminal) const REPLACED: Close = (4409, "replaced");
+pub(in crate::terminal) const EXITED: Close = (1000, "exited");
+const FAILED: Close = (1011, "the node could not run the session, or lost it; open another");
+pub(in crate::terminal) const RESTARTS: Close = (1012, "connect again with a new token");
+pub(in crate::terminal) const AWAY: Close = (1013, "the node cannot be reached; connect again later");
+
+pub(in crate::terminal) const fn of(reason: &CloseReason) -> Close {
+    match reason {
+        CloseReason::Exited { .. } => EXITED,
+        CloseReason::Failed { .. } => FAILED,
+        CloseReason::NeverAttached => TOKEN,
+        CloseReason::Killed | CloseReason::AllocationEnded => REVOKED,
+        CloseReason::Lifetime => LIFETIME,
+    }
+}
+
+/// As [`of`], of a reason's code.
+pub(in crate::terminal) fn of_code(code: &str) -> Close {
+    match code {
+        "exited" => EXITED,
+        "failed" => FAILED,
+        "never_attached" => TOKEN,
+        "lifetime" => LIFETIME,
+        _ => REVOKED,
+    }
+}
