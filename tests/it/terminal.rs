@@ -138,15 +138,9 @@ async fn a_session_goes_on_after_the_replica_that_served_it_was_killed_and_loses
 #[tokio::test(flavor = "multi_thread")]
 async fn the_replica_with_the_nodes_stream_is_killed_and_the_user_at_another_hardly_notices() {
     let (mut world, allocation) = rented(2).await;
-    // Whichever has the stream: of two users at two replicas one loses only the node's side.
-    let mut terminals = Vec::new();
-    let ticket = world.ticket(&world.user.clone(), allocation.id, None).await;
-    let mut terminal = world.gateway_at(1).open(&ticket.token, None).await;
-    terminal.attached().await;
+    let (mut terminal, streams_at) = world.terminal_joined(allocation.id, true).await;
     prompt(&mut terminal).await;
-    terminals.push(terminal);
-    world.kill9_replica(0);
-    let terminal = &mut terminals[0];
+    world.kill9_replica(streams_at);
     let until = Instant::now() + PATIENCE;
     let mut n = 0;
     while !terminal.text().contains("still-here") {
@@ -155,8 +149,61 @@ async fn the_replica_with_the_nodes_stream_is_killed_and_the_user_at_another_har
         terminal.enter(&format!("echo still''-here {n}\n")).await;
         terminal.hear(Duration::from_millis(500)).await;
     }
-    world.restart_replica(0).await;
+    world.restart_replica(streams_at).await;
     world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_program_said_last_is_kept_for_a_user_who_was_cut_off_unnoticed() {
+    let (mut world, allocation) = rented(2).await;
+    for relayed in [false, true] {
+        let (mut terminal, _) = world.terminal_joined(allocation.id, relayed).await;
+        prompt(&mut terminal).await;
+        let session = terminal.session();
+        let position = terminal.position;
+        // From here on nothing is taken off the socket, and it stays open: so it looks where a network is gone.
+        terminal.enter("sleep 0.5; seq 1 3000; echo ma''de; exit 5\n").await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let ticket = world.ticket(&world.user.clone(), allocation.id, Some(session)).await;
+        let mut again = world.gateway().open(&ticket.token, Some(position)).await;
+        assert_eq!(again.told("exit").await["code"], 5);
+        assert_eq!(again.close_code().await, 1000);
+        let lines: Vec<u32> = again.text().lines().filter_map(|line| line.parse().ok()).collect();
+        assert_eq!(lines, (1..=3000).collect::<Vec<_>>());
+        assert!(again.text().contains("made"));
+        drop(terminal);
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_reader_hears_a_program_out_that_has_long_ended() {
+    let (mut world, allocation) = rented(1).await;
+    for acknowledges in [false, true] {
+        let ticket = world.ticket(&world.user.clone(), allocation.id, None).await;
+        let mut terminal = world.gateway_at(0).receiving(4096).open(&ticket.token, None).await;
+        terminal.attached().await;
+        prompt(&mut terminal).await;
+        terminal.enter("seq 1 30000; exit 6\n").await;
+        let until = Instant::now() + 2 * PATIENCE;
+        while terminal.closed.is_none() {
+            assert!(Instant::now() < until, "it never ends");
+            terminal.hear(PATIENCE).await;
+            tokio::time::sleep(2 * SHORT).await;
+            if acknowledges && terminal.closed.is_none() {
+                let _ = terminal.send(ack(terminal.position)).await;
+            }
+        }
+        assert_eq!((terminal.close_code().await, terminal.told("exit").await["code"].as_i64()), (1000, Some(6)));
+        let lines: Vec<u32> = terminal.text().lines().filter_map(|line| line.parse().ok()).collect();
+        assert_eq!(lines.last(), Some(&30_000));
+        assert_eq!(lines.len(), 30_000);
+    }
+    world.end().await;
+}
+
+fn ack(position: u64) -> Message {
+    Message::Text(json!({ "type": "ack", "position": position }).to_string().into())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -389,6 +436,36 @@ async fn hostile_messages_end_their_own_connection_and_nothing_else() {
     assert!([1008, 1006].contains(&flooding.close_code().await), "{:?}", flooding.closed);
     good.enter("echo not harmed\n").await;
     good.shows("not harmed").await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_revokes_a_nodes_certificates_closes_its_terminals_at_once() {
+    let mut world = World::plan().replicas(2).start().await;
+    let node = world.node("h100").await;
+    let allocation = world.rent("h100", 1).await;
+    allocation.expect_state("active").await;
+    let mut terminals = Vec::new();
+    for relayed in [false, true] {
+        terminals.push(world.terminal_joined(allocation.id, relayed).await.0);
+    }
+    let stolen = json!({ "reason": "stolen", "revoke_current_certificate": true });
+    let (bundle, _) = world.reissue(&node, &stolen).await;
+    for mut terminal in terminals {
+        assert_eq!(terminal.close_code().await, 4403);
+        let closed = expect_session(&world, terminal.session(), "closed").await;
+        assert_eq!(closed["close_reason"], "killed", "{closed}");
+        world.try_ticket(&world.user, allocation.id, Some(terminal.session())).await.refused(409, "state_conflict");
+    }
+    // Once the node has shown anew who it is, as the restart command has it do, another opens.
+    world.kill9_agent(&node);
+    for file in ["node.key", "node.pem"] {
+        std::fs::remove_file(world.agent_folder(&node).join(file)).unwrap();
+    }
+    world.install(&node, &bundle).await;
+    let (mut terminal, _) = world.terminal(allocation.id).await;
+    terminal.enter("echo ag''ain\n").await;
+    terminal.shows("again").await;
     world.end().await;
 }
 

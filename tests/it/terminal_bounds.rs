@@ -213,23 +213,27 @@ fn memory_of(pid: u32) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn yes_to_a_reader_who_stops_reading_altogether_fills_neither_gateway_nor_agent() {
-    let mut world = World::start().await;
+    let mut world = World::plan().replicas(2).start().await;
     let (node, allocation) = rented(&mut world).await;
-    let (mut terminal, _) = world.terminal(allocation.id).await;
-    terminal.enter("yes\n").await;
-    terminal.shows("y\r\ny\r\n").await;
-    // From here on nothing is taken off the socket.
+    let mut terminals = Vec::new();
+    for relayed in [false, true] {
+        let (mut terminal, _) = world.terminal_joined(allocation.id, relayed).await;
+        terminal.enter("yes\n").await;
+        terminal.shows("y\r\ny\r\n").await;
+        terminals.push(terminal);
+    }
+    // From here on nothing is taken off the sockets.
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let pids = [world.replicas[0].pid().unwrap(), world.agent_pid(&node)];
+    let pids = [world.replicas[0].pid().unwrap(), world.replicas[1].pid().unwrap(), world.agent_pid(&node)];
     let before = pids.map(memory_of);
     tokio::time::sleep(Duration::from_secs(6)).await;
     let after = pids.map(memory_of);
-    eprintln!("KiB of gateway and agent: {before:?}, then {after:?}");
+    eprintln!("KiB of both replicas and the agent: {before:?}, then {after:?}");
     for (before, after) in before.into_iter().zip(after) {
         // A `yes` that is read fills this in a tenth of a second.
         assert!(after < before + 8 * 1024, "{before} KiB became {after} KiB");
     }
-    drop(terminal);
+    drop(terminals);
     world.end().await;
 }
 

@@ -93,6 +93,11 @@ pub enum Event {
         user_id: String,
     },
 
+    /// The node's certificates were revoked: every terminal session on it is over.
+    TerminalsCutOff {
+        node_id: NodeId,
+    },
+
     /// All that is known of when it was used: from when on, and until when. It may be billed for that while alone.
     UsageChanged {
         allocation_id: AllocationId,
@@ -414,6 +419,10 @@ pub enum Reaction {
         allocation_id: AllocationId,
         user_id: String,
     },
+    /// The provisioning worker closes the terminal sessions of the node.
+    CutTerminals {
+        node_id: NodeId,
+    },
     Tenant {
         user_id: String,
         command: crate::tenant::Command,
@@ -442,6 +451,7 @@ impl Event {
             Self::LoginsChanged { .. } => ("provisioning.logins_changed", Provisioning),
             Self::LoginsStale { .. } => ("provisioning.logins_stale", Provisioning),
             Self::TerminalsUnwanted { .. } => ("terminal.unwanted", Terminals),
+            Self::TerminalsCutOff { .. } => ("terminal.cut_off", Terminals),
             Self::UsageChanged { .. } => ("billing.usage_changed", Billing),
             Self::BalanceLow { .. } => ("billing.balance_low", Billing),
             Self::BalanceDepleted { .. } => ("billing.balance_depleted", Billing),
@@ -538,6 +548,7 @@ impl Event {
             | Self::TenantFailed { node_id, .. }
             | Self::TenantGone { node_id, .. }
             | Self::TenantRemains { node_id, .. }
+            | Self::TerminalsCutOff { node_id }
             | Self::LoginsWritten { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
             Self::TerminalFailed { session_id, .. }
             | Self::TerminalOpened { session_id, .. }
@@ -613,6 +624,7 @@ impl Event {
                 Reaction::Node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
             }
             Self::TerminalsUnwanted { allocation_id, user_id } => Reaction::CloseTerminals { allocation_id, user_id },
+            Self::TerminalsCutOff { node_id } => Reaction::CutTerminals { node_id },
             Self::UsageChanged { allocation_id, holder, from, until } => {
                 Reaction::Billing { holder, command: billing_account::Command::Usage { allocation_id, from, until } }
             }
@@ -784,6 +796,7 @@ pub(crate) mod tests {
             Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(8)) },
             Event::ProcessorEventDue { processor_event_id: ProcessorEventId(Uuid::from_u128(10)) },
             Event::RefundSucceeded { payment_id, refund_id },
+            Event::TerminalsCutOff { node_id },
         ]
     }
 
@@ -839,6 +852,7 @@ pub(crate) mod tests {
             Event::Announced { .. } => 46,
             Event::ProcessorEventDue { .. } => 47,
             Event::RefundSucceeded { .. } => 48,
+            Event::TerminalsCutOff { .. } => 49,
         }
     }
 
@@ -877,6 +891,7 @@ pub(crate) mod tests {
                 Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
                 Reaction::TellLogins { .. } => "tell logins".to_owned(),
                 Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
+                Reaction::CutTerminals { .. } => "cut terminals".to_owned(),
             };
             let fact = json["fact"].as_str().unwrap();
             let (subject, stream) = event.row();

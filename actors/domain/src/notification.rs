@@ -256,6 +256,7 @@ impl Notice {
             | Event::LoginsStale { .. }
             | Event::LoginsWritten { .. }
             | Event::TerminalsUnwanted { .. }
+            | Event::TerminalsCutOff { .. }
             | Event::TerminalFailed { .. }
             | Event::UsageChanged { .. }
             | Event::AllocationUncovered { .. }

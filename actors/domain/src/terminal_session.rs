@@ -119,7 +119,7 @@ pub enum CloseReason {
     Failed { code: String },
     /// Its first token was not used in time.
     NeverAttached,
-    /// An administrator closed it.
+    /// An administrator closed it, or revoked its node's certificates.
     Killed,
     /// Its allocation is no longer active.
     AllocationEnded,
@@ -195,6 +195,8 @@ pub enum Command {
     },
     /// Its allocation is being given back.
     Revoke,
+    /// An administrator has revoked the certificates of its node.
+    CutOff,
     /// A policy about recordings may have changed.
     HeedPolicy,
     /// Somebody wants to read its recording.
@@ -216,6 +218,7 @@ impl machine::Command for Command {
             Self::Fail { .. } => "fail",
             Self::Kill { .. } => "kill",
             Self::Revoke => "revoke",
+            Self::CutOff => "cut_off",
             Self::HeedPolicy => "heed_policy",
             Self::ReadRecording => "read_recording",
             Self::ForgetRecording => "forget_recording",
@@ -233,6 +236,7 @@ impl machine::Command for Command {
             | Self::Detach { .. }
             | Self::Fail { .. }
             | Self::Revoke
+            | Self::CutOff
             | Self::HeedPolicy
             | Self::ForgetRecording
             | Self::Tick => Action::Advance,
@@ -450,6 +454,10 @@ impl TerminalSession {
             }
             Command::Revoke => {
                 Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx))
+            }
+            Command::CutOff => {
+                let metadata = json!({ "cause": "node_revoked" });
+                Ok(self.close(CloseReason::Killed, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Command::HeedPolicy => Ok(self.heed_policy(ctx)),
             Command::ReadRecording => self.read_recording(ctx),

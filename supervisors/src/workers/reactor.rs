@@ -146,6 +146,7 @@ impl Reactor {
             Reaction::CloseTerminals { allocation_id, user_id } => {
                 super::terminals::close(self, heard, allocation_id, &user_id).await
             }
+            Reaction::CutTerminals { node_id } => super::terminals::cut(self, heard, node_id).await,
             Reaction::Billing { holder, command } => {
                 let account = id_of_name(Kind::BillingAccount, &holder.to_string());
                 self.carry_out::<BillingAccount>(heard, account, command).await

@@ -7,6 +7,7 @@
 
 use super::{Certificate, Command, Life, Node, Rejection, Reply, Token, TokenCause};
 use crate::audit::AuditAction;
+use crate::event::Event;
 use crate::id::TokenId;
 use crate::machine::{Ctx, Effect, Step, Timestamp};
 use crate::policy::{Key, Scopes};
@@ -183,7 +184,9 @@ impl Node {
             }),
         );
         let step = Step::to(next, Reply::TokenIssued { expires_at }, asked.reason).audit(audit);
-        let step = event.into_iter().fold(step, Step::event);
+        // Whoever has what was revoked may sit at the other end of each.
+        let cut_off = asked.revoke_current_certificate.then_some(Event::TerminalsCutOff { node_id: self.id });
+        let step = event.into_iter().chain(cut_off).fold(step, Step::event);
         Ok(if voids { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
 

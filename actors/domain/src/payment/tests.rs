@@ -150,6 +150,7 @@ impl World {
             | Reaction::ResolveLogins { .. }
             | Reaction::TellLogins { .. }
             | Reaction::CloseTerminals { .. }
+            | Reaction::CutTerminals { .. }
             | Reaction::HeedProcessor(_)
             | Reaction::Tenant { .. } => panic!("not of this world: {event:?}"),
         }

@@ -174,13 +174,21 @@ fn what_is_closed_stays_closed_for_its_first_reason() {
     let mut story = Story::opened();
     let killed = story.ask(&user("admin"), Command::Kill { reason: "abuse".into() }).unwrap();
     assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
-    for command in [Command::Revoke, Command::Tick, Command::Detach { attachment: 0 }] {
+    for command in [Command::Revoke, Command::CutOff, Command::Tick, Command::Detach { attachment: 0 }] {
         let step = story.ask(&gateway(), command).unwrap();
         assert!(step.next.is_none() && step.effects.is_empty());
     }
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
     assert_eq!(story.attach(token(1)).unwrap_err(), Rejection::Closed { reason: "killed".into() });
     assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "killed".into() });
+}
+
+#[test]
+fn who_revokes_a_nodes_certificates_closes_its_sessions() {
+    let mut story = Story::opened();
+    let step = story.ask(&gateway(), Command::CutOff).unwrap();
+    assert_eq!(step.audit[0].metadata["cause"], "node_revoked");
+    assert_eq!(story.reason(), Some(&CloseReason::Killed));
 }
 
 #[test]

@@ -89,7 +89,10 @@ impl World {
             Reaction::Payment(..) | Reaction::AskProcessor(_) | Reaction::HeedProcessor(_) => {
                 panic!("no payment was made")
             }
-            Reaction::Nothing | Reaction::CloseTerminals { .. } | Reaction::Terminal(..) => {}
+            Reaction::Nothing
+            | Reaction::CloseTerminals { .. }
+            | Reaction::CutTerminals { .. }
+            | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
             Reaction::Node(id, command) => {
                 if self.first(message, id.0, "") {

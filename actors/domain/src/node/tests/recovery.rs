@@ -115,7 +115,7 @@ fn a_token_issued_anew_voids_the_older_one_and_is_for_enrollment() {
 
 #[test]
 fn a_reissue_revokes_the_certificate_where_it_is_told_to() {
-    let revoked = node().active().admin(reissue(true)).expect("active");
+    let revoked = node().active().admin(reissue(true)).expect("active").says(&["terminal.cut_off"]);
     assert_eq!(revoked.refuses(&agent(), poll()), Rejection::CertificateUnknown);
     assert_eq!(revoked.effects, [Effect::CloseNode(NODE)]);
 }
