@@ -52,6 +52,10 @@ impl Holder {
         org_id.map_or_else(|| Self::User(user_id.to_owned()), |org| Self::Org(org.to_owned()))
     }
 
+    fn is_user(&self, user_id: &str) -> bool {
+        matches!(self, Self::User(id) if id == user_id)
+    }
+
     /// The org whose it is.
     #[must_use]
     pub fn org_id(&self) -> Option<&str> {
@@ -417,6 +421,13 @@ impl BillingAccount {
         self.running().map(|(meter, run)| run.due(meter.rate, now)).sum()
     }
 
+    /// Who rents what is metered.
+    #[must_use]
+    pub fn renter<'a>(&'a self, meter: &'a Meter) -> &'a str {
+        let (Holder::User(holder) | Holder::Org(holder)) = &self.holder;
+        meter.user_id.as_deref().unwrap_or(holder)
+    }
+
     /// Those whose allocation is active.
     pub fn running(&self) -> impl Iterator<Item = (&Meter, &Run)> {
         self.meters.values().filter_map(|meter| meter.run.as_ref().map(|run| (meter, run)))
@@ -447,6 +458,7 @@ impl BillingAccount {
             // It goes on with what is left.
             draft.account.depletion = draft.account.depletion.filter(|depletion| !depletion.is_over);
         }
+        let user_id = Some(user_id).filter(|user_id| !self.holder.is_user(user_id));
         let meter = Meter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
         draft.account.again = Some(Again::first(ctx.now));

@@ -4,13 +4,16 @@ use crate::machine::Timestamp;
 use crate::money::{Micro, Rate};
 use serde::{Deserialize, Serialize};
 
+/// An account is written whole at the end of each window, and most of it is meters: what says nothing is left out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Meter {
-    /// Who rents it; in an org's account there are many.
-    pub user_id: String,
+    /// Who rents it, where that is not the account's holder: in an org's account there are many.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user_id: Option<String>,
     /// The price that it began with: a later one is for others.
     pub rate: Rate,
     /// What a window costs, set aside until it runs.
+    #[serde(default, skip_serializing_if = "Micro::is_zero")]
     pub held: Micro,
     /// `None` until the allocation is active.
     pub run: Option<Run>,
@@ -24,8 +27,10 @@ pub struct Run {
     /// To the account.
     pub charged: Micro,
     /// To ourselves.
+    #[serde(default, skip_serializing_if = "Micro::is_zero")]
     pub written_off: Micro,
     /// From then on it is ours to bear: the account was depleted and its grace over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut_at: Option<Timestamp>,
 }
 
