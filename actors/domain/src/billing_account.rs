@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! open ──next window not covered──▶ grace ──its end: what runs is released──▶ depleted
-//!   ▲─────────money comes in──────────┘                                          │
+//!   ▲──money comes in, or less runs───┘                                          │
 //!   └──────────────────────money comes in, or something cheaper is covered───────┘
 //! ```
 
@@ -479,7 +479,7 @@ impl BillingAccount {
         let mut draft = Draft::of(self);
         match (from, until) {
             (None, None) => return Step::stay(Reply::Done),
-            (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id),
+            (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id, ctx),
             // Said by somebody who did not know more: it did begin.
             (None, Some(_)) => return Step::stay(Reply::Done),
             (Some(from), until) => {

@@ -64,3 +64,33 @@ impl Run {
             .max(Micro::ZERO)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::expect_used)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, from_value, json, to_value};
+
+    fn read(snapshot: &Value) -> Meter {
+        from_value(snapshot.clone()).expect("a meter")
+    }
+
+    #[test]
+    fn what_says_nothing_is_left_out_of_a_snapshot_and_need_not_be_in_it() {
+        let short = json!({ "rate": 498, "run": { "from": "2026-01-01T00:00:00Z", "billed_until": "2026-01-01T01:00:00Z", "charged": 498 } });
+        assert_eq!(to_value(read(&short)).expect("a snapshot"), short);
+
+        let mut whole = short.clone();
+        whole["user_id"] = json!("ann");
+        whole["held"] = json!(1);
+        whole["run"]["written_off"] = json!(2);
+        whole["run"]["cut_at"] = json!("2026-01-01T02:00:00Z");
+        assert_eq!(to_value(read(&whole)).expect("a snapshot"), whole);
+
+        let of_before = json!({ "user_id": "ann", "rate": 498, "held": 7, "run": null });
+        assert_eq!(
+            read(&of_before),
+            Meter { user_id: Some("ann".to_owned()), ..read(&json!({ "rate": 498, "held": 7 })) }
+        );
+    }
+}
