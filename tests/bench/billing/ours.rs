@@ -11,7 +11,7 @@ use domain::billing_account::{BillingAccount, Command, Holder, Meter, Run, Windo
 use domain::commit::{Commit, Epoch, Outcome, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{Micro, Price, Rate};
-use domain::policy::PolicyBook;
+use domain::policy::{Key, PolicyBook, Scope, Value};
 use domain::{
     Action, AllocationId, BillingAccountId, Effect, EntityRef, Kind, Machine, MemberId, PaymentId, Permit, Principal,
     Timestamp,
@@ -32,7 +32,10 @@ use supervisors::world::Durable;
 use tokio::sync::{Notify, mpsc};
 use uuid::Uuid;
 
-const WINDOW: TimeDelta = TimeDelta::seconds(60);
+/// Longer than a million accounts take to be opened, so that none ends by itself; all of them come to less than the hour after which an
+/// account asks how its allocations stand.
+const WINDOW: TimeDelta = TimeDelta::seconds(WINDOW_SECONDS);
+const WINDOW_SECONDS: i64 = 300;
 
 /// Minor units: more than all the windows cost.
 const BALANCE: i64 = 50_000_000;
@@ -67,9 +70,16 @@ pub(crate) struct Waited {
 /// The machine's clock, put on by whole windows.
 struct Clock {
     put_on: AtomicI64,
+    policy: Arc<PolicyBook>,
 }
 
 impl Clock {
+    fn new() -> anyhow::Result<Self> {
+        let mut policy = PolicyBook::default();
+        policy.set(Key::BillingWindow, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(WINDOW_SECONDS))?;
+        Ok(Self { put_on: AtomicI64::new(0), policy: Arc::new(policy) })
+    }
+
     fn read(&self) -> Timestamp {
         let now = Utc::now() + TimeDelta::microseconds(self.put_on.load(Ordering::SeqCst));
         now.duration_trunc(TimeDelta::microseconds(1)).unwrap_or(now)
@@ -86,7 +96,7 @@ impl World for Clock {
     }
 
     fn policy(&self) -> Arc<PolicyBook> {
-        Arc::default()
+        Arc::clone(&self.policy)
     }
 }
 
@@ -116,7 +126,7 @@ impl Ours {
             told: EventFigures::register(&registry)?,
             cluster,
         };
-        let clock = Arc::new(Clock { put_on: AtomicI64::new(0) });
+        let clock = Arc::new(Clock::new()?);
         let world = Arc::clone(&clock) as Arc<dyn World>;
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(Nothing), Arc::clone(&world));
         ensure!(shards.len() == 256, "{} shards were taken", shards.len());
