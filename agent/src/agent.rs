@@ -23,10 +23,12 @@ use wire::proof::Outcome;
 
 use crate::api::{Api, ApiError, ClientError};
 use crate::backoff::Backoff;
+use crate::chain;
 use crate::config::Config;
 use crate::executor::Executor;
 use crate::gpus::Gpus;
 use crate::identity::{Identity, IdentityError, IdentityStore};
+use crate::inventory::{self, Look};
 use crate::journal::{Journal, JournalError};
 use crate::sandbox::Sandbox;
 use crate::simulate::{Misbehaviour, Simulated};
@@ -34,7 +36,6 @@ use crate::ssh::{self, SshError, Sshd};
 use crate::store::{self, StoreError};
 use crate::system::{self, System};
 use crate::terminal::{Spools, Terminals};
-use crate::{chain, inventory};
 
 mod beat;
 mod enroll;
@@ -234,7 +235,7 @@ pub async fn run_with(
         Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
         None => None,
     };
-    let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await;
+    let inventory = look(&gpus, executor.kind(), &config.state_dir).await.inventory;
 
     let found = identities.load()?;
     // What an earlier life asked for is asked for again, with the same key: another would be taken for a clone's.
@@ -412,7 +413,7 @@ fn report_failure(error: &ApiError, doing: &'static str, pause: Duration) {
     warn!(error_code = error.code(), error = chain(error), pause_ms, "{doing} failed; trying again");
 }
 
-async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> Inventory {
+async fn look(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> Look {
     let door = match executor {
         // Its tenants are no users of the machine.
         ExecutorKind::Sandbox => None,
@@ -420,7 +421,7 @@ async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Pa
     };
     let (shared, same) = (Arc::clone(gpus), door.clone());
     match tokio::task::spawn_blocking(move || inventory::read(&shared, executor, same)).await {
-        Ok(inventory) => inventory,
+        Ok(look) => look,
         // It can only have panicked; on this thread it will say so again.
         Err(_) => inventory::read(gpus, executor, door),
     }

@@ -76,13 +76,13 @@ impl Gpus {
         }
     }
 
-    /// All GPUs, in order of index.
+    /// All GPUs, in order of index. One that the driver says is lost is not among them.
     ///
     /// # Errors
-    /// The driver's, when it is there and does not answer.
+    /// The driver's, when it is there and does not answer: then nothing is known of any of them.
     pub fn list(&self) -> Result<Vec<Gpu>, NvmlError> {
         match self {
-            Self::Nvml(nvml) => (0..nvml.device_count()?).map(|index| read_gpu(nvml, index)).collect(),
+            Self::Nvml(nvml) => there((0..nvml.device_count()?).map(|index| read_gpu(nvml, index))),
             Self::Simulated(gpus) => Ok(gpus.clone()),
             Self::Absent { .. } => Ok(Vec::new()),
         }
@@ -137,6 +137,11 @@ impl Gpus {
             Self::Absent { .. } => Ok(None),
         }
     }
+}
+
+/// A GPU that has fallen off its bus is gone, which is an answer; any other error is none.
+fn there(read: impl Iterator<Item = Result<Gpu, NvmlError>>) -> Result<Vec<Gpu>, NvmlError> {
+    read.filter(|gpu| !matches!(gpu, Err(NvmlError::GpuLost))).collect()
 }
 
 fn read_gpu(nvml: &Nvml, index: u32) -> Result<Gpu, NvmlError> {
@@ -198,6 +203,14 @@ mod tests {
             [simulated(1), simulated(2)].concat().into_iter().map(|gpu| gpu.uuid).collect();
         assert_eq!(all.len(), 16);
         assert!(all.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40));
+    }
+
+    #[test]
+    fn a_gpu_that_fell_off_its_bus_is_missing_and_a_driver_that_does_not_answer_says_nothing() {
+        let gpus = || simulated(1).into_iter().map(Ok);
+        let left = there(gpus().take(3).chain([Err(NvmlError::GpuLost)]).chain(gpus().skip(4))).unwrap();
+        assert_eq!(left.len(), 7);
+        assert!(matches!(there(gpus().chain([Err(NvmlError::Timeout)])), Err(NvmlError::Timeout)));
     }
 
     #[test]

@@ -16,23 +16,37 @@ use crate::store::{self, StoreError};
 const MIB: u64 = 1024 * 1024;
 const GIB: u64 = 1024 * MIB;
 
-/// Reads the node's hardware and software. A GPU list that cannot be read is empty here and an alert in [`assess`].
+/// What was found in the machine.
+#[derive(Debug)]
+pub struct Look {
+    /// Without GPUs where their list could not be read.
+    pub inventory: Inventory,
+    /// Why it could not.
+    pub unreadable: Option<String>,
+}
+
+/// Reads the node's hardware and software.
 #[must_use]
-pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Option<String>) -> Inventory {
+pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Option<String>) -> Look {
     let system = system();
+    let (listed, unreadable) = match gpus.list() {
+        Ok(listed) => (listed, None),
+        Err(error) => (Vec::new(), Some(error.to_string())),
+    };
     let cpus = system.as_ref().map_or(&[][..], |system| system.cpus());
-    Inventory {
+    let inventory = Inventory {
         hostname: System::host_name().unwrap_or_else(|_| "unknown".to_owned()),
         kernel: System::kernel_version().unwrap_or_else(|_| "unknown".to_owned()),
         cpu_model: cpus.first().map_or_else(|| "unknown".to_owned(), |cpu| cpu.brand().trim().to_owned()),
         cpu_cores: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
         memory_mib: system.as_ref().map_or(0, |system| system.total_memory() / MIB),
         storage_gib: disk_space().map_or(0, |(total, _)| total / GIB),
-        gpus: gpus.list().unwrap_or_default(),
+        gpus: listed,
         gpu_source: gpus.source(),
         executor,
         ssh_host_key_fingerprint,
-    }
+    };
+    Look { inventory, unreadable }
 }
 
 /// The kernel's id of this boot.
@@ -87,9 +101,84 @@ fn disk_space() -> Option<(u64, u64)> {
     Some(by_device.values().fold((0, 0), |sum, disk| (sum.0 + disk.0, sum.1 + disk.1)))
 }
 
-/// What is missing of the GPUs that the node had when the agent started. `since` remembers when each was first missed.
-#[must_use]
-pub fn assess(had: &[Gpu], has: &[Gpu], since: &mut BTreeMap<String, DateTime<Utc>>, now: DateTime<Utc>) -> Health {
+/// So many heartbeats in a row without a list of GPUs are a fault of the machine. Fewer are the driver's hiccup: whoever rents there would
+/// not pay for it, from then on to the end.
+const UNREADABLE_BEATS: u32 = 3;
+
+/// What is judged of the GPUs, from heartbeat to heartbeat.
+#[derive(Debug)]
+pub struct Watch {
+    /// What the node had when the agent started; where that could not be read, what was read first.
+    had: Vec<Gpu>,
+    /// What was read last.
+    last: Vec<Gpu>,
+    missing_since: BTreeMap<String, DateTime<Utc>>,
+    unreadable: Option<Unreadable>,
+}
+
+/// Since when the list cannot be read, and how often that was tried.
+#[derive(Clone, Copy, Debug)]
+struct Unreadable {
+    since: DateTime<Utc>,
+    beats: u32,
+}
+
+impl Watch {
+    /// Of the GPUs that the node had at the agent's start.
+    #[must_use]
+    pub fn of(had: &[Gpu]) -> Self {
+        Self { had: had.to_vec(), last: had.to_vec(), missing_since: BTreeMap::new(), unreadable: None }
+    }
+
+    /// What a look says of the machine's health. Of GPUs that could not be read nothing is known: they are reported as they were read last,
+    /// beside an alert that says so.
+    #[must_use]
+    pub fn judge(&mut self, look: Look, now: DateTime<Utc>) -> (Inventory, Health) {
+        let Look { mut inventory, unreadable } = look;
+        let Some(why) = unreadable else {
+            self.unreadable = None;
+            if self.had.is_empty() {
+                self.had.clone_from(&inventory.gpus);
+            }
+            self.last.clone_from(&inventory.gpus);
+            let health = assess(&self.had, &inventory.gpus, &mut self.missing_since, now);
+            return (inventory, health);
+        };
+        let before = self.unreadable.unwrap_or(Unreadable { since: now, beats: 0 });
+        let unreadable = Unreadable { beats: before.beats.saturating_add(1), ..before };
+        self.unreadable = Some(unreadable);
+        inventory.gpus.clone_from(&self.last);
+        let mut health = assess(&self.had, &self.last, &mut self.missing_since, now);
+        health.status = health.status.max(unreadable.status());
+        health.alerts.push(unreadable.alert(&why));
+        (inventory, health)
+    }
+}
+
+impl Unreadable {
+    const fn status(self) -> HealthStatus {
+        if self.beats < UNREADABLE_BEATS { HealthStatus::Warning } else { HealthStatus::Critical }
+    }
+
+    fn alert(self, why: &str) -> Alert {
+        let mut classifications = vec![Classification::PreventAllocation];
+        classifications.push(match self.status() {
+            HealthStatus::Critical => Classification::BillingCredit,
+            HealthStatus::Ok | HealthStatus::Warning => Classification::Warn,
+        });
+        Alert {
+            probe_id: "gpu.unreadable".to_owned(),
+            target: "gpus".to_owned(),
+            since: self.since,
+            classifications,
+            message: format!("the driver does not list the GPUs ({why}); shown are those that it listed last"),
+            tenant_message: "The GPUs of this node cannot be looked at.".to_owned(),
+        }
+    }
+}
+
+/// What is missing of the GPUs that the node had. `since` remembers when each was first missed.
+fn assess(had: &[Gpu], has: &[Gpu], since: &mut BTreeMap<String, DateTime<Utc>>, now: DateTime<Utc>) -> Health {
     let missing = |gpu: &&Gpu| !has.iter().any(|other| other.uuid == gpu.uuid);
     since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
     let alerts: Vec<Alert> = had
@@ -132,9 +221,51 @@ mod tests {
         assert!(since.is_empty());
     }
 
+    /// What is found of a machine with these GPUs, or without an answer of its driver.
+    fn look(listed: Result<&[Gpu], &str>) -> Look {
+        let Look { inventory, .. } = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
+        match listed {
+            Ok(gpus) => Look { inventory: Inventory { gpus: gpus.to_vec(), ..inventory }, unreadable: None },
+            Err(why) => Look { inventory, unreadable: Some(why.to_owned()) },
+        }
+    }
+
+    #[test]
+    fn a_driver_that_does_not_answer_is_a_fault_only_after_some_heartbeats() {
+        let had = [gpu(0), gpu(1)];
+        let (mut watch, start) = (Watch::of(&had), Utc::now());
+        let beat = |n: i64| start + TimeDelta::seconds(30 * n);
+        for (n, wanted) in [(0, HealthStatus::Warning), (1, HealthStatus::Warning), (2, HealthStatus::Critical)] {
+            let (inventory, health) = watch.judge(look(Err("Timeout")), beat(n));
+            assert_eq!((health.status, &inventory.gpus[..]), (wanted, &had[..]), "as it was read last");
+            assert_eq!((health.alerts[0].probe_id.as_str(), health.alerts[0].since), ("gpu.unreadable", start));
+        }
+        assert_eq!(watch.judge(look(Ok(&had)), beat(3)).1.status, HealthStatus::Ok);
+        // The next hiccup is counted from its own beginning.
+        assert_eq!(watch.judge(look(Err("Timeout")), beat(4)).1.status, HealthStatus::Warning);
+    }
+
+    #[test]
+    fn a_gpu_that_is_missing_stays_so_while_the_driver_does_not_answer() {
+        let had = [gpu(0), gpu(1)];
+        let (mut watch, now) = (Watch::of(&had), Utc::now());
+        assert_eq!(watch.judge(look(Ok(&had[..1])), now).1.status, HealthStatus::Critical);
+        let (inventory, health) = watch.judge(look(Err("Timeout")), now);
+        assert_eq!((health.status, health.alerts.len(), inventory.gpus.len()), (HealthStatus::Critical, 2, 1));
+    }
+
+    #[test]
+    fn where_the_driver_did_not_answer_at_the_start_what_it_says_first_is_what_the_node_has() {
+        let (mut watch, now) = (Watch::of(&[]), Utc::now());
+        let _ = watch.judge(look(Err("Timeout")), now);
+        assert_eq!(watch.judge(look(Ok(&[gpu(0)])), now).1.status, HealthStatus::Ok);
+        assert_eq!(watch.judge(look(Ok(&[])), now).1.status, HealthStatus::Critical);
+    }
+
     #[test]
     fn the_inventory_of_this_machine_is_plausible() {
-        let inventory = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
+        let Look { inventory, unreadable } = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
+        assert_eq!(unreadable, None);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert!(boot_id().is_ok());
     }

@@ -34,17 +34,36 @@ pub trait Processor: Send + Sync + 'static {
     fn refunds_of<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Vec<RefundStanding>>;
 
     /// Payments that were made at or after `since`.
-    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Standing>>;
+    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Standing>>;
 
     /// Refunds that were made at or after `since`.
-    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>>;
+    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>>;
 
     /// Disputes that were opened at or after `since`.
-    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Dispute>>;
+    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Dispute>>;
 }
 
 /// What becomes of a request to the processor.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ProcessorError>>;
+
+/// What was made since then. Whoever shares the account at the processor may have made anything there, and any number of it: what cannot be
+/// read, or is too much, is named and does not hide the rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listing<T> {
+    pub found: Vec<T>,
+    /// By the processor's ids.
+    pub unread: Vec<String>,
+    /// More is listed than is looked through: the oldest of it, where the newest comes first.
+    pub is_cut: bool,
+}
+
+impl<T> Listing<T> {
+    /// All that there is.
+    #[must_use]
+    pub const fn of(found: Vec<T>) -> Self {
+        Self { found, unread: Vec::new(), is_cut: false }
+    }
+}
 
 /// A payment that somebody wants to make.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
 use crate::traces::Traces;
-use crate::tree::{SHUTDOWN, TREE};
+use crate::tree::{SHUTDOWN, TREE, WHERE_CONFIGURED};
 use crate::trust;
 use crate::workers::accrual::Accrual;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
@@ -28,7 +28,7 @@ use crate::workers::{figures, housekeeping, policy, timers};
 use crate::world::{Durable, Here};
 use actors::ports::Effects;
 use actors::{Directory, Host, HostConfig};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use arc_swap::ArcSwap;
 use domain::event::Stream;
 use domain::{Effect, MemberId};
@@ -311,10 +311,11 @@ impl Process {
             match works.remove(row.name) {
                 Some(work) => self.supervisor.add(*row, work),
                 None if TREE.iter().any(|below| below.under == row.name) => self.supervisor.group(*row),
-                // Configured away.
-                None => {}
+                None => ensure!(WHERE_CONFIGURED.contains(&row.name), "nothing does the work of `{}`", row.name),
             }
         }
+        let stray = works.into_keys().find(|name| !TREE.iter().any(|row| row.name == *name));
+        ensure!(stray.is_none(), "the tree has no row for the work {stray:?}");
         Ok(())
     }
 

@@ -111,6 +111,9 @@ pub const TREE: &[Row] = &[
 /// Rows without which a process serves on for a good while.
 pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay", "reconciliation"];
 
+/// Rows whose work is there only where an operator has configured it.
+pub const WHERE_CONFIGURED: &[&str] = &["trace-export", "reconciliation", "webhook"];
+
 /// What is stopped in which order at the end: nothing new comes in, what is parked is answered, shards are handed over, and what was
 /// committed is published.
 pub const SHUTDOWN: &[&str] = &[
@@ -157,5 +160,12 @@ mod tests {
         let stopped: BTreeSet<_> = SHUTDOWN.iter().copied().collect();
         assert_eq!(children, stopped);
         assert_eq!(SHUTDOWN.len(), stopped.len());
+    }
+
+    #[test]
+    fn what_is_said_of_rows_elsewhere_is_said_of_rows_that_are_there() {
+        for name in BESIDE.iter().chain(WHERE_CONFIGURED) {
+            assert!(TREE.iter().any(|row| row.name == *name), "there is no {name}");
+        }
     }
 }

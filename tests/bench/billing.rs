@@ -22,6 +22,10 @@ use tests::bench::{Plan, Report, Turns, fewer, median, rounded};
 /// Running allocations of one account.
 const OF_ONE: usize = 10;
 
+const HOT_RATIO: f64 = 20.0;
+const SPREAD_RATIO: f64 = 3.0;
+const WINDOW_SECONDS: f64 = 2.0;
+
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let plan = Plan::from_environment()?;
@@ -48,11 +52,15 @@ async fn main() -> anyhow::Result<()> {
     let batch = ours.batch_mean();
     ours.check().await?;
 
+    let aim = |met: bool| if met { "met" } else { "missed" };
     let mut report = Report::new("billing", "postings/s", "pgbench, an UPDATE each, of one row", &hot)
         .figure("window_s", rounded(median(&seconds)))
         .figure("window_max_s", rounded(seconds.iter().copied().fold(0.0, f64::max)))
         .figure("spread_rows_updates_per_s", rounded(spread.baseline()))
         .figure("ratio_to_spread_rows", rounded(spread.ratio()))
+        .figure("aim_20_times_a_hot_row", aim(hot.ratio() >= HOT_RATIO))
+        .figure("aim_3_times_spread_rows", aim(spread.ratio() >= SPREAD_RATIO))
+        .figure("aim_window_under_2_s", aim(median(&seconds) < WINDOW_SECONDS))
         .figure("batch_mean_transitions", rounded(batch))
         .figure("command_alone_p50_ms", rounded(alone.p50))
         .figure("command_alone_p99_ms", rounded(alone.p99))

@@ -77,9 +77,10 @@ async fn run() -> anyhow::Result<()> {
     }
 }
 
-#[derive(Default)]
 struct Measured {
     echo: Turns,
+    /// Every keystroke of it, ours and terminado's: how the machine treats whoever wakes up.
+    keystrokes: (Histogram<u64>, Histogram<u64>),
     cat: Turns,
     ssh: Vec<f64>,
     cat_of_ssh: Vec<f64>,
@@ -91,6 +92,25 @@ struct Measured {
     /// Without recording, against the same with it.
     echo_unrecorded: Turns,
     cat_unrecorded: Turns,
+}
+
+impl Measured {
+    fn new() -> anyhow::Result<Self> {
+        let keystrokes = (Histogram::new(3)?, Histogram::new(3)?);
+        let turns = Turns::default;
+        Ok(Self {
+            echo: turns(),
+            keystrokes,
+            cat: turns(),
+            ssh: Vec::new(),
+            cat_of_ssh: Vec::new(),
+            kernel: Vec::new(),
+            cat_of_kernel: Vec::new(),
+            cost: turns(),
+            echo_unrecorded: turns(),
+            cat_unrecorded: turns(),
+        })
+    }
 }
 
 /// The policy that switches recording, and how long a living session may take to heed it.
@@ -111,7 +131,7 @@ async fn measure(world: &mut World, plan: Plan) -> anyhow::Result<Report> {
     let allocation = world.rent(SKU, GPUS).await;
     allocation.expect_state("active").await;
     let (terminado, sshd) = (Terminado::start().await?, Sshd::start().await?);
-    let mut measured = Measured::default();
+    let mut measured = Measured::new()?;
     {
         let mut ours = ours(world, &allocation).await?;
         let mut theirs = terminado.shell().await?;
@@ -120,6 +140,8 @@ async fn measure(world: &mut World, plan: Plan) -> anyhow::Result<Report> {
             let (our, their) = (ours.echoes(plan.each).await?, theirs.echoes(plan.each).await?);
             let recorded_echo = microseconds(&our, 0.5);
             measured.echo.round(recorded_echo, microseconds(&their, 0.5));
+            measured.keystrokes.0.add(&our)?;
+            measured.keystrokes.1.add(&their)?;
             let (our_cat, our_cost) = cost::of(&our_pids, bytes, ours.cat(&path, bytes)).await?;
             let (their_cat, their_cost) = cost::of(&[terminado.pid()?], bytes, theirs.cat(&path, bytes)).await?;
             measured.cat.round(our_cat, their_cat);
@@ -148,10 +170,12 @@ async fn measure(world: &mut World, plan: Plan) -> anyhow::Result<Report> {
     let tls = idle::tls_kib(world, count).await?;
     restart(world).await;
     let idle = idle::grow(world, count).await?;
-    let mut busy = Histogram::<u64>::new(3)?;
-    let mut ours = ours(world, &allocation).await?;
+    let mut busy = (Histogram::<u64>::new(3)?, Histogram::<u64>::new(3)?);
+    // Terminado serves one session then, and nobody else, on a machine where ours idle: what it waits for is not its own either.
+    let (mut ours, mut theirs) = (ours(world, &allocation).await?, terminado.shell().await?);
     for _ in 0..plan.rounds {
-        busy.add(ours.echoes(plan.each).await?)?;
+        busy.0.add(ours.echoes(plan.each).await?)?;
+        busy.1.add(theirs.echoes(plan.each).await?)?;
     }
     report(&measured, &prompts, count, (idle.kib_each, tls), &busy)
 }
@@ -216,16 +240,30 @@ fn report(
     prompts: &Histogram<u64>,
     count: usize,
     (idle, tls): (f64, f64),
-    busy: &Histogram<u64>,
+    (busy, beside_them): &(Histogram<u64>, Histogram<u64>),
 ) -> anyhow::Result<Report> {
     let aim = |met: bool| if met { "met" } else { "missed" };
     let ms = |microseconds: f64| rounded(microseconds / 1000.0);
     let (p99, prompt) = (microseconds(busy, 0.99) / 1000.0, prompts.value_at_quantile(0.5) as f64 / 1000.0);
     // The user's connection and the agent's.
     let beside = idle - 2.0 * tls;
-    let Measured { echo, cat, ssh, cat_of_ssh, kernel, cat_of_kernel, cost, echo_unrecorded, cat_unrecorded } =
-        measured;
+    let Measured {
+        echo,
+        keystrokes: (quiet, quiet_theirs),
+        cat,
+        ssh,
+        cat_of_ssh,
+        kernel,
+        cat_of_kernel,
+        cost,
+        echo_unrecorded,
+        cat_unrecorded,
+    } = measured;
     Ok(Report::new("terminal", "us from keystroke to echo, p50", "terminado", echo)
+        .figure("echo_p99_ms", ms(microseconds(quiet, 0.99)))
+        .figure("echo_terminado_p99_ms", ms(microseconds(quiet_theirs, 0.99)))
+        .figure("echo_terminado_beside_idle_p99_ms", ms(microseconds(beside_them, 0.99)))
+        .figure("echo_among_idle_p95_ms", ms(microseconds(busy, 0.95)))
         .figure("echo_among_idle_p50_ms", ms(microseconds(busy, 0.5)))
         .figure("echo_among_idle_p99_ms", rounded(p99))
         .figure("cat_mb_per_second", rounded(cat.ours()))

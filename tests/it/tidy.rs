@@ -127,6 +127,46 @@ fn nothing_is_left_to_be_done_later() {
     }
 }
 
+/// What stands between two marks, everywhere in a text.
+fn between<'a>(text: &'a str, before: &str, after: char) -> impl Iterator<Item = &'a str> {
+    text.split(before).skip(1).filter_map(move |rest| rest.split(after).next())
+}
+
+#[test]
+fn every_alert_leads_to_a_runbook_and_is_about_figures_that_there_are() {
+    let files = |folder: &str| {
+        let entries = std::fs::read_dir(root().join(folder)).expect("the folder is there");
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        paths.map(|path| (path.clone(), std::fs::read_to_string(path).expect("a text"))).collect::<Vec<_>>()
+    };
+    let code: String = sources().into_iter().map(|(_, text)| text).collect();
+    let runbooks = files("deploy/runbooks");
+    let pages: BTreeSet<_> = runbooks.iter().map(|(path, _)| path.file_stem().unwrap().to_str().unwrap()).collect();
+    let mut led_to = BTreeSet::new();
+    let rules = files("deploy/alerts");
+    for (path, text) in &rules {
+        let alerts = between(text, "- alert: ", '\n').count();
+        let ids: Vec<_> = between(text, "runbook_id: ", '\n').collect();
+        assert_eq!(ids.len(), alerts, "{}: each alert has a runbook", path.display());
+        led_to.extend(ids);
+        for expr in text.split("expr:").skip(1).filter_map(|rest| rest.split("labels:").next()) {
+            let words = expr.split(|sign: char| !sign.is_ascii_alphanumeric() && sign != '_' && sign != '"');
+            for figure in words.filter(|word| word.contains('_') && !word.contains('"') && *word != "status_class") {
+                assert!(code.contains(&format!("\"{figure}\"")), "{}: there is no figure {figure}", path.display());
+            }
+        }
+    }
+    assert_eq!(led_to, pages, "alerts and runbooks belong to each other");
+    let routes = std::fs::read_to_string(root().join("edge/src/api.rs")).expect("the page of routes");
+    for (path, text) in &runbooks {
+        for route in between(text, "`GET /", '`').chain(between(text, "`POST /", '`')).filter(|it| !it.contains('…'))
+        {
+            let route = format!("\"/{}\"", route.split('?').next().unwrap_or_default());
+            assert!(routes.contains(&route), "{}: there is no route {route}", path.display());
+        }
+    }
+}
+
 #[test]
 fn what_the_specification_is_said_to_be_shown_by_is_a_test() {
     let page = std::fs::read_to_string(root().join("tests/specification.md")).expect("the page is there");

@@ -153,13 +153,14 @@ async fn events_in_any_order_come_to_the_same() {
 async fn what_concerns_nobody_here_is_passed_over_and_counted() {
     let desk = Desk::start().await;
     let world = desk.plan(World::plan()).start().await;
-    let elsewhere = domain::PaymentId(uuid::Uuid::now_v7());
+    let mut foreign = intent("pi_9", domain::PaymentId(uuid::Uuid::now_v7()), 5_000, "succeeded");
+    foreign["metadata"] = json!({});
     let theirs = json!({
         "id": "re_9", "object": "refund", "amount": 1, "currency": "usd", "status": "succeeded", "payment_intent": "pi_9",
         "metadata": {},
     });
     for (id, event_type, object, outcome) in [
-        ("evt_1", "payment_intent.succeeded", intent("pi_9", elsewhere, 5_000, "succeeded"), "not_ours"),
+        ("evt_1", "payment_intent.succeeded", foreign, "not_ours"),
         ("evt_2", "refund.created", theirs, "not_ours"),
         ("evt_3", "customer.created", json!({ "id": "cus_1", "name": "Ann Example" }), "nothing_to_do"),
     ] {
@@ -197,6 +198,11 @@ async fn what_differs_from_the_payment_waits_for_an_operator_and_moves_no_money(
     known(&world, "evt_1", "dead").await;
     let dismissed = world.admin.post(&format!("{EVENTS}/{}/dismiss", ids[1]), &why).await.ok();
     assert_eq!(dismissed["state"], "dismissed");
+    // Nor does the money of a payment that was lost here: whose it is somebody has to find out.
+    let lost = intent("pi_9", domain::PaymentId(uuid::Uuid::now_v7()), 5_000, "succeeded");
+    world.deliver(0, &event("evt_4", "payment_intent.succeeded", &lost)).await.ok();
+    let dead = known(&world, "evt_4", "dead").await;
+    assert!(dead["last_error"].as_str().unwrap().contains("is not here"), "{dead}");
     // The right one is heard as ever.
     world.deliver(0, &event("evt_3", "payment_intent.succeeded", &paid)).await.ok();
     balance_is(&world, CREDIT + 5_000).await;

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! open ──next window not covered──▶ grace ──its end: what runs is released──▶ depleted
-//!   ▲─────────money comes in──────────┘                                          │
+//!   ▲──money comes in, or less runs───┘                                          │
 //!   └──────────────────────money comes in, or something cheaper is covered───────┘
 //! ```
 
@@ -50,6 +50,10 @@ impl Holder {
     #[must_use]
     pub fn paying_for(user_id: &str, org_id: Option<&str>) -> Self {
         org_id.map_or_else(|| Self::User(user_id.to_owned()), |org| Self::Org(org.to_owned()))
+    }
+
+    fn is_user(&self, user_id: &str) -> bool {
+        matches!(self, Self::User(id) if id == user_id)
     }
 
     /// The org whose it is.
@@ -417,6 +421,13 @@ impl BillingAccount {
         self.running().map(|(meter, run)| run.due(meter.rate, now)).sum()
     }
 
+    /// Who rents what is metered.
+    #[must_use]
+    pub fn renter<'a>(&'a self, meter: &'a Meter) -> &'a str {
+        let (Holder::User(holder) | Holder::Org(holder)) = &self.holder;
+        meter.user_id.as_deref().unwrap_or(holder)
+    }
+
     /// Those whose allocation is active.
     pub fn running(&self) -> impl Iterator<Item = (&Meter, &Run)> {
         self.meters.values().filter_map(|meter| meter.run.as_ref().map(|run| (meter, run)))
@@ -447,6 +458,7 @@ impl BillingAccount {
             // It goes on with what is left.
             draft.account.depletion = draft.account.depletion.filter(|depletion| !depletion.is_over);
         }
+        let user_id = Some(user_id).filter(|user_id| !self.holder.is_user(user_id));
         let meter = Meter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
         draft.account.again = Some(Again::first(ctx.now));
@@ -467,7 +479,7 @@ impl BillingAccount {
         let mut draft = Draft::of(self);
         match (from, until) {
             (None, None) => return Step::stay(Reply::Done),
-            (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id),
+            (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id, ctx),
             // Said by somebody who did not know more: it did begin.
             (None, Some(_)) => return Step::stay(Reply::Done),
             (Some(from), until) => {

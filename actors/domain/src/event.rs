@@ -134,6 +134,9 @@ pub enum Event {
     PaymentDeposited {
         payment_id: PaymentId,
         account_id: BillingAccountId,
+        /// Its payment had not heard the answer. For everybody else it is no news.
+        #[serde(default)]
+        is_again: bool,
     },
     /// So much is set aside for the payer; where it is refused, nothing.
     RefundTaken {
@@ -147,12 +150,16 @@ pub enum Event {
         refund_id: RefundId,
         account_id: BillingAccountId,
         reason: String,
+        #[serde(default)]
+        is_again: bool,
     },
     /// What the processor did not pay is there again.
     RefundGivenBack {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
+        #[serde(default)]
+        is_again: bool,
     },
     /// What was done at the processor is posted; `is_undone`: and that it is undone.
     ReversalPosted {
@@ -160,6 +167,8 @@ pub enum Event {
         reversal_id: String,
         account_id: BillingAccountId,
         is_undone: bool,
+        #[serde(default)]
+        is_again: bool,
     },
 
     // The payment speaks.
@@ -768,11 +777,11 @@ pub(crate) mod tests {
             Event::LoginsStale { allocation_id, user_id: text() },
             Event::LoginsChanged { allocation_id, node_id, revision: 1 },
             Event::LoginsWritten { node_id, allocation_id, revision: 1 },
-            Event::PaymentDeposited { payment_id, account_id },
+            Event::PaymentDeposited { payment_id, account_id, is_again: false },
             Event::RefundTaken { payment_id, refund_id, account_id, amount_minor: 1 },
-            Event::RefundRefused { payment_id, refund_id, account_id, reason: text() },
-            Event::RefundGivenBack { payment_id, refund_id, account_id },
-            Event::ReversalPosted { payment_id, reversal_id: text(), account_id, is_undone: true },
+            Event::RefundRefused { payment_id, refund_id, account_id, reason: text(), is_again: false },
+            Event::RefundGivenBack { payment_id, refund_id, account_id, is_again: false },
+            Event::ReversalPosted { payment_id, reversal_id: text(), account_id, is_undone: true, is_again: false },
             Event::PaymentOpeningDue { payment_id },
             Event::PaymentCheckDue { payment_id, processor_id: text(), is_over: true },
             Event::PaymentPaid { payment_id, holder: holder(), currency: euro(), amount_minor: 1 },

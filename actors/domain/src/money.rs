@@ -77,6 +77,13 @@ impl Micro {
         self.0
     }
 
+    /// For snapshots, which leave zeros out.
+    #[must_use]
+    #[allow(clippy::trivially_copy_pass_by_ref)] // As serde asks.
+    pub const fn is_zero(&self) -> bool {
+        self.0 == 0
+    }
+
     /// Whole minor units, rounded down: what is shown is never more than what is there.
     #[must_use]
     pub const fn minor(self) -> i64 {

@@ -169,6 +169,11 @@ impl Notice {
         };
         let in_state = |state: &str| Data { state: Some(state.to_owned()), ..Data::default() };
         match event.clone() {
+            // The payment had not heard it; whom else it concerns was told the first time.
+            Event::PaymentDeposited { is_again: true, .. }
+            | Event::RefundRefused { is_again: true, .. }
+            | Event::RefundGivenBack { is_again: true, .. }
+            | Event::ReversalPosted { is_again: true, .. } => Vec::new(),
             Event::AllocationActive { allocation_id, node_id } => {
                 renter(allocation_id, Data { node_id: Some(node_id), ..in_state("active") })
             }
@@ -224,7 +229,7 @@ impl Notice {
                 let notice = Self::new(Audience::Holder(holder), data);
                 vec![notice.unless_switched_off(Key::NotificationBalanceDepleted)]
             }
-            Event::PaymentDeposited { payment_id, account_id } => {
+            Event::PaymentDeposited { payment_id, account_id, .. } => {
                 of_payment(payment_id, Data { account_id: Some(account_id), ..in_state("deposited") })
             }
             Event::RefundSucceeded { payment_id, refund_id } => {
@@ -234,7 +239,7 @@ impl Notice {
                 let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("refused") };
                 of_payment(payment_id, data)
             }
-            Event::RefundGivenBack { payment_id, refund_id, account_id } => {
+            Event::RefundGivenBack { payment_id, refund_id, account_id, .. } => {
                 let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("returned") };
                 of_payment(payment_id, data)
             }

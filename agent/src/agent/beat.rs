@@ -1,6 +1,5 @@
 //! Heartbeats, at the pace that the control plane sets.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,9 +12,9 @@ use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
 use wire::task::KINDS;
 
 use super::execute::Stage;
-use super::{Agent, BACKOFF_BASE, enroll, held, read_inventory};
+use super::{Agent, BACKOFF_BASE, enroll, held, look};
 use crate::backoff::Backoff;
-use crate::inventory::{Meter, assess};
+use crate::inventory::{Meter, Watch};
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A clock that is off by more makes tasks expire too early or too late.
@@ -26,11 +25,11 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 impl Agent {
     pub(super) async fn beat(&self) {
         let meter = Arc::new(Meter::default());
-        let mut missing_since = BTreeMap::new();
+        let mut watch = Watch::of(&self.inventory.gpus);
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         let mut clock_is_off = false;
         while !self.stop.is_cancelled() {
-            let heartbeat = self.heartbeat(&meter, &mut missing_since).await;
+            let heartbeat = self.heartbeat(&meter, &mut watch).await;
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.heartbeat(&heartbeat) => answer,
@@ -68,13 +67,9 @@ impl Agent {
         }
     }
 
-    async fn heartbeat(
-        &self,
-        meter: &Arc<Meter>,
-        missing_since: &mut BTreeMap<String, chrono::DateTime<Utc>>,
-    ) -> Heartbeat {
-        let inventory = read_inventory(&self.gpus, self.executor.kind(), &self.config.state_dir).await;
-        let health = assess(&self.inventory.gpus, &inventory.gpus, missing_since, Utc::now());
+    async fn heartbeat(&self, meter: &Arc<Meter>, watch: &mut Watch) -> Heartbeat {
+        let look = look(&self.gpus, self.executor.kind(), &self.config.state_dir).await;
+        let (inventory, health) = watch.judge(look, Utc::now());
         Heartbeat {
             boot_id: self.boot_id,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -119,14 +119,6 @@ pub(super) async fn list(
 #[utoipa::path(
     post,
     path = "/",
-    params((
-        "Idempotency-Key" = String,
-        Header,
-        description = "A value of the caller's own: a repetition with it gets the first answer.",
-        min_length = 1,
-        max_length = 255,
-        pattern = "^[!-~]([ -~]*[!-~])?$",
-    )),
     request_body = NewAllocation,
     responses((status = 201, description = "The allocation.", body = AllocationView)),
 )]
@@ -135,7 +127,6 @@ pub(super) async fn create(
     State(services): State<Services>,
     body::Json(new): body::Json<NewAllocation>,
 ) -> Result<Response, ApiError> {
-    asking.require_key()?;
     let id = asking.id_of_new();
     let mut request = request(&services, &asking, &new).await?;
     request.scheduler_request_enc = Some(sealed(&services, id, &new)?);

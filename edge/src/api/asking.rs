@@ -21,6 +21,7 @@ use crate::error::{ApiError, Code};
 use crate::idempotency::{COUNTERS, IdempotencyKey, Replayed, RequestLine};
 use crate::services::Services;
 
+use super::routing::KeyRequired;
 use super::stored::find;
 
 /// How long a machine may take to answer.
@@ -192,10 +193,14 @@ impl Asking {
             route: route.ok_or_else(|| ApiError::internal("a handler runs outside of its route"))?,
             path: parts.uri.path().to_owned(),
         };
+        let key = if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None };
+        if key.is_none() && parts.extensions.get::<KeyRequired>().is_some() {
+            return Err(IdempotencyKey::required());
+        }
         Ok(Self {
             token_expires_at: caller.token_expires_at,
             acting: caller.acting.clone(),
-            key: if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None },
+            key,
             caller: known(caller),
             services: services.clone(),
             scope: Scope::from_request_parts(parts, services).await?,
@@ -224,11 +229,6 @@ impl Asking {
     pub(crate) fn urgently(mut self) -> Self {
         self.urgent = true;
         self
-    }
-
-    /// Refuses a request without a key.
-    pub(crate) fn require_key(&self) -> Result<(), ApiError> {
-        self.key.as_ref().map(|_| ()).ok_or_else(IdempotencyKey::required)
     }
 
     pub(crate) fn principal(&self) -> Principal {

@@ -248,17 +248,7 @@ pub(super) async fn ledger_of(
 #[utoipa::path(
     post,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The account's id"),
-        (
-            "Idempotency-Key" = String,
-            Header,
-            description = "A value of the caller's own: a repetition with it gets the first answer.",
-            min_length = 1,
-            max_length = 255,
-            pattern = "^[!-~]([ -~]*[!-~])?$",
-        ),
-    ),
+    params(("id" = Uuid, Path, description = "The account's id")),
     request_body = NewAdjustment,
     responses((status = 201, description = "The account after it.", body = AccountView)),
 )]
@@ -268,8 +258,6 @@ pub(super) async fn adjust(
     Path(id): Path<Uuid>,
     body::Json(new): body::Json<NewAdjustment>,
 ) -> Result<impl IntoResponse, ApiError> {
-    // Money that is given twice is gone.
-    may.asking.require_key()?;
     let command = Command::Adjust {
         amount_minor: new.amount_minor.0,
         currency: currency(&new.currency)?,

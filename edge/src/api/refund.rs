@@ -51,14 +51,6 @@ pub(super) struct NewRefund {
 #[utoipa::path(
     post,
     path = "/",
-    params((
-        "Idempotency-Key" = String,
-        Header,
-        description = "A value of the caller's own: a repetition with it gets the first answer.",
-        min_length = 1,
-        max_length = 255,
-        pattern = "^[!-~]([ -~]*[!-~])?$",
-    )),
     request_body = NewRefund,
     responses((status = 201, description = "The refund.", body = RefundView)),
 )]
@@ -67,8 +59,6 @@ pub(super) async fn create(
     State(services): State<Services>,
     body::Json(new): body::Json<NewRefund>,
 ) -> Result<Response, ApiError> {
-    // Money that is given back twice is gone.
-    asking.require_key()?;
     match (new.payment_id, new.allocation_id) {
         (Some(payment), None) => of_payment(&services, &asking, PaymentId(payment), &new).await,
         (None, Some(allocation)) => {

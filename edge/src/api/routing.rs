@@ -1,9 +1,9 @@
 //! Turns the page of routes into a router and its description: what every route has in common is said once, here.
 
-use axum::Router;
 use axum::middleware::from_fn_with_state;
+use axum::{Extension, Router};
 use utoipa::openapi::header::HeaderBuilder;
-use utoipa::openapi::path::{Operation, Parameter, ParameterBuilder, ParameterIn, PathItem};
+use utoipa::openapi::path::{Operation, ParameterBuilder, ParameterIn, PathItem};
 use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{OpenApi, RefOr, Required, Response};
@@ -55,6 +55,8 @@ pub(super) enum Verb {
     Delete,
     /// A repetition with the same `Idempotency-Key` gets the first answer.
     PostOnce,
+    /// As `PostOnce`, and refused without a key: a lost answer that is asked for again would be carried out, and paid, twice.
+    PostKeyed,
     /// Nothing is stored of it: its answer is a secret, or asking twice is asking once.
     Post,
 }
@@ -66,7 +68,7 @@ impl Verb {
             Self::Put => "PUT",
             Self::Patch => "PATCH",
             Self::Delete => "DELETE",
-            Self::PostOnce | Self::Post => "POST",
+            Self::PostOnce | Self::PostKeyed | Self::Post => "POST",
         }
     }
 }
@@ -84,6 +86,10 @@ pub(super) struct Row {
     /// What it may refuse, beside what follows from its form.
     pub(super) refuses: &'static [Code],
 }
+
+/// Goes along with a request to a route that is refused without an `Idempotency-Key`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KeyRequired;
 
 /// The routes so far.
 pub(super) struct Routes {
@@ -109,7 +115,10 @@ impl Routes {
         paths.paths.insert(row.path.to_owned(), item);
         let mut one = OpenApiRouter::new().routes((schemas, paths, handler));
         self.api.merge(one.to_openapi());
-        let (router, _) = one.split_for_parts();
+        let (mut router, _) = one.split_for_parts();
+        if row.verb == Verb::PostKeyed {
+            router = router.route_layer(Extension(KeyRequired));
+        }
         // Operators are answered however busy the rest is.
         if matches!(row.who, Who::Anyone | Who::Internal) {
             self.open = self.open.merge(router);
@@ -153,7 +162,7 @@ fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
     match verb {
         Verb::Get => item.get.as_mut(),
         Verb::Put => item.put.as_mut(),
-        Verb::PostOnce | Verb::Post => item.post.as_mut(),
+        Verb::PostOnce | Verb::PostKeyed | Verb::Post => item.post.as_mut(),
         Verb::Patch => item.patch.as_mut(),
         Verb::Delete => item.delete.as_mut(),
     }
@@ -192,15 +201,20 @@ fn describe(operation: &mut Operation, row: &Row) {
         codes.push(Code::InvalidRequest);
     }
     match row.verb {
-        Verb::PostOnce => {
-            describe_key(operation, "A value of the caller's own: a repetition with it gets the first answer.");
+        Verb::PostOnce | Verb::PostKeyed => {
+            let required = if row.verb == Verb::PostKeyed { Required::True } else { Required::False };
+            describe_key(
+                operation,
+                required,
+                "A value of the caller's own: a repetition with it gets the first answer.",
+            );
             for response in operation.responses.responses.values_mut() {
                 describe_replay(response);
             }
             codes.extend([Code::InvalidRequest, Code::IdempotencyInProgress, Code::IdempotencyKeyReused]);
         }
         Verb::Post => {
-            describe_key(operation, "Taken and of no effect: the answer of this route is not stored.");
+            describe_key(operation, Required::False, "Taken and of no effect: the answer of this route is not stored.");
             codes.push(Code::InvalidRequest);
         }
         Verb::Get | Verb::Put | Verb::Patch | Verb::Delete => {}
@@ -233,15 +247,7 @@ fn describe_limit(response: &mut RefOr<Response>) {
     }
 }
 
-fn describe_key(operation: &mut Operation, what: &str) {
-    let parameters = operation.parameters.get_or_insert_default();
-    let declared = |parameter: &RefOr<Parameter>| match parameter {
-        RefOr::T(parameter) => parameter.name == "Idempotency-Key",
-        RefOr::Ref(_) => false,
-    };
-    if parameters.iter().any(declared) {
-        return;
-    }
+fn describe_key(operation: &mut Operation, required: Required, what: &str) {
     let text = ObjectBuilder::new()
         .schema_type(SchemaType::new(Type::String))
         .min_length(Some(1))
@@ -250,8 +256,8 @@ fn describe_key(operation: &mut Operation, what: &str) {
     let key = ParameterBuilder::new()
         .name("Idempotency-Key")
         .parameter_in(ParameterIn::Header)
-        .required(Required::False)
+        .required(required)
         .description(Some(what))
         .schema(Some(text));
-    parameters.push(RefOr::T(key.build()));
+    operation.parameters.get_or_insert_default().push(RefOr::T(key.build()));
 }

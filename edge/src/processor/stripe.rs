@@ -13,11 +13,13 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use super::{
-    Answer, Before, Checkout, Dispute, Opened, Processor, ProcessorError, RefundRequest, RefundStanding, Standing,
+    Answer, Before, Checkout, Dispute, Listing, Opened, Processor, ProcessorError, RefundRequest, RefundStanding,
+    Standing,
 };
 use crate::outward::{body_of, broken, is_secure};
 use domain::PaymentId;
-use objects::{Charge, Envelope, Failure, Intent, List, Session};
+use objects::{Charge, Envelope, Failure, Intent, List, Place, Session};
+use serde_json::Value;
 
 pub mod event;
 pub(crate) mod objects;
@@ -34,8 +36,8 @@ const MAX_BYTES: usize = 4 * 1024 * 1024;
 
 /// As many as the processor gives at once.
 const PAGE: &str = "100";
-/// What lies further back is too much for one look.
-const MOST_PAGES: usize = 100;
+/// What lies further back, behind a hundred thousand others, is too much for one look.
+const MOST_PAGES: usize = 1_000;
 
 /// Where and how payments are made.
 #[derive(Clone, Debug)]
@@ -152,16 +154,18 @@ impl Stripe {
 
     async fn find(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Result<Option<Opened>, ProcessorError> {
         let is_it = |found: Option<PaymentId>| found == Some(payment_id);
-        match self.checkout {
+        let listing = match self.checkout {
             CheckoutPage::Ours => {
-                let intents: Vec<Intent> = self.all("/v1/payment_intents", &[], since).await?;
-                intents.into_iter().find(|intent| is_it(intent.payment_id())).map(Intent::opened).transpose()
+                let opened = |it: Intent| is_it(it.payment_id()).then(|| it.opened()).transpose();
+                self.all("/v1/payment_intents", &[], since, opened).await?
             }
             CheckoutPage::Sessions => {
-                let sessions: Vec<Session> = self.all("/v1/checkout/sessions", &[], since).await?;
-                sessions.into_iter().find(|session| is_it(session.payment_id())).map(Session::opened).transpose()
+                let opened = |it: Session| is_it(it.payment_id()).then(|| it.opened()).transpose();
+                self.all("/v1/checkout/sessions", &[], since, opened).await?
             }
-        }
+        };
+        // Of what was opened twice the first that is listed, as ever; only whoever finds nothing has to have seen all.
+        if listing.found.is_empty() { Ok(listing.whole()?.pop()) } else { Ok(listing.found.into_iter().next()) }
     }
 
     async fn standing(&self, processor_id: &str) -> Result<Option<Standing>, ProcessorError> {
@@ -218,52 +222,61 @@ impl Stripe {
 
     async fn given_back(&self, processor_id: &str) -> Result<Vec<RefundStanding>, ProcessorError> {
         let intent = self.intent_of(processor_id).await?;
-        let refunds: Vec<objects::Refund> =
-            self.all("/v1/refunds", &[("payment_intent", &intent)], DateTime::UNIX_EPOCH).await?;
-        refunds.into_iter().map(objects::Refund::standing).collect()
+        let query = [("payment_intent", intent.as_str())];
+        self.all("/v1/refunds", &query, DateTime::UNIX_EPOCH, given_back).await?.whole()
     }
 
-    async fn paid_since(&self, since: DateTime<Utc>) -> Result<Vec<Standing>, ProcessorError> {
+    async fn paid_since(&self, since: DateTime<Utc>) -> Result<Listing<Standing>, ProcessorError> {
         let after = since.timestamp().saturating_sub(1).to_string();
         let query = [("created[gt]", after.as_str()), ("expand[]", "data.payment_intent")];
-        let charges: Vec<Charge> = self.all("/v1/charges", &query, since).await?;
-        charges.into_iter().filter(Charge::is_paid).map(of_charge).collect()
+        let paid = |charge: Charge| charge.is_paid().then(|| of_charge(charge)).transpose();
+        self.all("/v1/charges", &query, since, paid).await
     }
 
-    async fn disputed_since(&self, since: DateTime<Utc>) -> Result<Vec<Dispute>, ProcessorError> {
-        match self.all::<objects::Dispute>("/v1/disputes", &[], since).await {
-            Ok(disputes) => disputes.into_iter().map(objects::Dispute::standing).collect(),
+    async fn disputed_since(&self, since: DateTime<Utc>) -> Result<Listing<Dispute>, ProcessorError> {
+        let disputed = |dispute: objects::Dispute| dispute.standing().map(Some);
+        match self.all("/v1/disputes", &[], since, disputed).await {
             // A processor without them has none.
-            Err(ProcessorError::Refused { code: Some(code), .. }) if code == NO_SUCH_ROUTE => Ok(Vec::new()),
-            Err(error) => Err(error),
+            Err(ProcessorError::Refused { code: Some(code), .. }) if code == NO_SUCH_ROUTE => {
+                Ok(Listing::of(Vec::new()))
+            }
+            listing => listing,
         }
     }
 
-    /// The objects that were made at or after `since`, page after page. Processors list the newest first, and some the oldest.
-    async fn all<T: DeserializeOwned + objects::Listed>(
+    /// Of the objects that were made at or after `since` those that `read` makes something of, page after page. Processors list the newest
+    /// first, and some the oldest. Since when is not asked for: not all of them know that of every list, and one in order ends in time.
+    async fn all<T: DeserializeOwned, U>(
         &self,
         path: &str,
         query: &[(&str, &str)],
         since: DateTime<Utc>,
-    ) -> Result<Vec<T>, ProcessorError> {
-        let (mut found, mut after) = (Vec::new(), None::<String>);
+        read: impl Fn(T) -> Result<Option<U>, ProcessorError>,
+    ) -> Result<Listing<U>, ProcessorError> {
+        let (mut listing, mut after) = (Listing::of(Vec::new()), None::<String>);
         for _ in 0..MOST_PAGES {
             let mut query = query.to_vec();
             query.push(("limit", PAGE));
             query.extend(after.as_deref().map(|after| ("starting_after", after)));
-            let page: List<T> = self.get(path, &query).await?;
-            let (first, last) = match (page.data.first(), page.data.last()) {
-                (Some(first), Some(last)) => (first.created(), last.created()),
-                _ => return Ok(found),
-            };
-            after = page.data.last().map(|last| last.id().to_owned());
-            let is_past = last < since.timestamp() && last < first;
-            found.extend(page.data.into_iter().filter(|object| object.created() >= since.timestamp()));
+            let page: List<Value> = self.get(path, &query).await?;
+            let places = page.data.iter().map(Place::of).collect::<Result<Vec<_>, _>>()?;
+            let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(listing) };
+            after = Some(last.id.clone());
+            let is_past = last.created < since.timestamp() && last.created < first.created;
+            for (place, object) in places.into_iter().zip(page.data) {
+                if place.created < since.timestamp() {
+                    continue;
+                }
+                match serde_json::from_value(object).map(&read) {
+                    Ok(Ok(meant)) => listing.found.extend(meant),
+                    Ok(Err(_)) | Err(_) => listing.unread.push(place.id),
+                }
+            }
             if is_past || !page.has_more {
-                return Ok(found);
+                return Ok(listing);
             }
         }
-        Err(ProcessorError::Later(format!("{path} lists more than can be looked through since {since}")))
+        Ok(Listing { is_cut: true, ..listing })
     }
 
     async fn get_one<T: DeserializeOwned>(
@@ -324,8 +337,11 @@ impl Stripe {
         };
         let why = format!("status {}: {}", status.as_u16(), words(&message));
         Err(match status {
-            // Another request under this key is on its way.
-            StatusCode::CONFLICT => unsure(why),
+            // Another request under this key is on its way; or whoever stands between, or behind the processor, gave up on it.
+            StatusCode::CONFLICT
+            | StatusCode::REQUEST_TIMEOUT
+            | StatusCode::FAILED_DEPENDENCY
+            | StatusCode::TOO_EARLY => unsure(why),
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 ProcessorError::Later(format!("it does not admit SVC_PAYMENTS_SECRET_KEY: {why}"))
             }
@@ -336,6 +352,21 @@ impl Stripe {
             _ => unsure(why),
         })
     }
+}
+
+impl<T> Listing<T> {
+    /// For whom a part is not enough.
+    fn whole(self) -> Result<Vec<T>, ProcessorError> {
+        match (self.unread.first(), self.is_cut) {
+            (None, false) => Ok(self.found),
+            (Some(id), _) => Err(ProcessorError::Later(format!("{id} of a list cannot be read"))),
+            (None, true) => Err(ProcessorError::Later("a list is too long to be looked through".to_owned())),
+        }
+    }
+}
+
+fn given_back(refund: objects::Refund) -> Result<Option<RefundStanding>, ProcessorError> {
+    refund.standing().map(Some)
 }
 
 /// The payment that a charge is of; its intent was asked for with it.
@@ -392,19 +423,15 @@ impl Processor for Stripe {
         self.given_back(processor_id).boxed()
     }
 
-    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
+    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Standing>> {
         self.paid_since(since).boxed()
     }
 
-    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
-        async move {
-            let refunds: Vec<objects::Refund> = self.all("/v1/refunds", &[], since).await?;
-            refunds.into_iter().map(objects::Refund::standing).collect()
-        }
-        .boxed()
+    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>> {
+        self.all("/v1/refunds", &[], since, given_back).boxed()
     }
 
-    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
+    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Dispute>> {
         self.disputed_since(since).boxed()
     }
 }

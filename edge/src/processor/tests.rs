@@ -308,15 +308,17 @@ async fn disputes_that_moved_no_money_are_told_from_those_that_did() {
     };
     let all =
         [dispute(1, "warning_needs_response"), dispute(2, "needs_response"), dispute(3, "won"), dispute(4, "lost")];
-    answers(&server, "GET", "/v1/disputes", 200, &list(&all, false)).await;
     let client_of = |server: &MockServer| client(server, CheckoutPage::Ours);
-    let found = client_of(&server).disputes_since(DateTime::UNIX_EPOCH).await.unwrap();
-    let statuses: Vec<_> = found.iter().map(|dispute| dispute.status).collect();
-    let expected = [DisputeStatus::Inquiry, DisputeStatus::Opened, DisputeStatus::Won, DisputeStatus::Opened];
-    assert_eq!(statuses, expected);
+    let all = [&all[..], &[dispute(5, "prevented"), dispute(6, "of_next_year")]].concat();
+    answers(&server, "GET", "/v1/disputes", 200, &list(&all, false)).await;
+    let listing = client_of(&server).disputes_since(DateTime::UNIX_EPOCH).await.unwrap();
+    let statuses: Vec<_> = listing.found.iter().map(|dispute| dispute.status).collect();
+    use DisputeStatus::{Inquiry, Opened, Won};
+    assert_eq!(statuses, [Inquiry, Opened, Won, Opened, Inquiry]);
+    assert_eq!((listing.unread, listing.is_cut), (vec!["dp_6".to_owned()], false));
     // Who speaks Stripe's API without disputes has none of them.
     let bare = MockServer::start().await;
-    assert_eq!(client_of(&bare).disputes_since(DateTime::UNIX_EPOCH).await, Ok(Vec::new()));
+    assert_eq!(client_of(&bare).disputes_since(DateTime::UNIX_EPOCH).await, Ok(Listing::of(Vec::new())));
 }
 
 struct Expanded;
@@ -347,9 +349,37 @@ async fn payments_are_listed_by_when_they_were_made_with_those_that_nobody_here_
         .mount(&server)
         .await;
     let since = DateTime::from_timestamp(100, 0).unwrap();
-    let found = client(&server, CheckoutPage::Ours).payments_since(since).await.unwrap();
-    let found: Vec<_> = found.iter().map(|paid| (paid.processor_id.as_str(), paid.payment_id)).collect();
+    let listing = client(&server, CheckoutPage::Ours).payments_since(since).await.unwrap();
+    let found: Vec<_> = listing.found.iter().map(|paid| (paid.processor_id.as_str(), paid.payment_id)).collect();
     assert_eq!(found, [("pi_1", Some(PAYMENT)), ("pi_2", None), ("ch_4", None)]);
+}
+
+/// A list that goes on for ever, newest first.
+struct Endless;
+
+impl wiremock::Respond for Endless {
+    fn respond(&self, request: &Request) -> ResponseTemplate {
+        let after = request.url.query_pairs().find(|(name, _)| name == "starting_after");
+        let n: i64 = after.map_or(0, |(_, id)| id.strip_prefix("re_").unwrap().parse().unwrap());
+        let mut refund =
+            json!({"id": format!("re_{}", n + 1), "amount": 1, "currency": "eur", "payment_intent": "pi_1"});
+        refund["created"] = (1_700_000_000 - n).into();
+        if n == 1 {
+            refund["amount"] = "one".into();
+        }
+        ResponseTemplate::new(200).set_body_json(list(&[refund], true))
+    }
+}
+
+#[tokio::test]
+async fn a_list_without_end_and_what_cannot_be_read_of_it_do_not_hide_the_rest() {
+    let server = MockServer::start().await;
+    Mock::given(path("/v1/refunds")).respond_with(Endless).mount(&server).await;
+    let client = client(&server, CheckoutPage::Ours);
+    let listing = client.refunds_since(DateTime::UNIX_EPOCH).await.unwrap();
+    assert_eq!((listing.found.len(), listing.unread, listing.is_cut), (999, vec!["re_2".to_owned()], true));
+    // Whether a refund was made already is another question: who has not seen all of them does not know.
+    assert!(matches!(client.refunds_of("pi_1").await, Err(ProcessorError::Later(_))));
 }
 
 #[tokio::test]
@@ -368,6 +398,10 @@ async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
         (403, later, later),
         (429, later, later),
         (409, unknown, later),
+        // A proxy that waited too long, and what the processor itself asked in vain.
+        (408, unknown, later),
+        (424, unknown, later),
+        (425, unknown, later),
         (302, unknown, later),
         (500, unknown, later),
         (503, unknown, later),

@@ -293,15 +293,15 @@ mod tests {
         let paid = client.payment(&intent).await.unwrap().unwrap();
         assert!(matches!(&paid.status, Status::Paid { charge_id: Some(_) }));
         assert_eq!((paid.payment_id, paid.amount_minor), (Some(payment_id), 2500));
-        assert_eq!(client.payments_since(since).await.unwrap(), [paid]);
+        assert_eq!(client.payments_since(since).await.unwrap().found, [paid]);
 
         let wanted = RefundRequest { refund_id, processor_id: intent.clone(), amount_minor: 400 };
         let refund = client.refund(&wanted).await.unwrap();
         assert_eq!((refund.refund_id, refund.status), (Some(refund_id), RefundStatus::Succeeded));
         let refunds = [refund];
         assert_eq!(client.refunds_of(&intent).await.unwrap(), refunds);
-        assert_eq!(client.refunds_since(since).await.unwrap(), refunds);
-        assert_eq!(client.disputes_since(since).await.unwrap(), []);
+        assert_eq!(client.refunds_since(since).await.unwrap().found, refunds);
+        assert_eq!(client.disputes_since(since).await.unwrap().found, []);
         there.stop().await;
     }
 

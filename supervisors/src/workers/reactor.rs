@@ -154,11 +154,11 @@ impl Reactor {
             Reaction::Payment(id, command) => self.carry_out::<Payment>(heard, id.0, command).await,
             Reaction::AskProcessor(errand) => match &self.errands {
                 Some(errands) => errands.run(self, heard, &errand).await,
-                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+                None => self.drop_for_want_of_a_processor(heard).await,
             },
             Reaction::HeedProcessor(id) => match &self.webhooks {
                 Some(webhooks) => webhooks.heed(self, heard, id).await,
-                None => Effect::Later { why: "no payment processor is configured".to_owned() },
+                None => self.drop_for_want_of_a_processor(heard).await,
             },
             Reaction::Tenant { user_id, command } => {
                 self.carry_out::<Tenant>(heard, id_of_name(Kind::Tenant, &user_id), command).await
@@ -186,6 +186,12 @@ impl Reactor {
             .traced(heard.traceparent.clone(), heard.tracestate.clone())
             // Sagas under way come before new requests: they are what frees capacity.
             .urgently()
+    }
+
+    /// Whoever waits for it says it again, ever more seldom, each time in a row of its own: rows that waited would be more and more.
+    async fn drop_for_want_of_a_processor(&self, heard: &Heard) -> Effect {
+        tracing::warn!("no payment processor is configured: what a payment or an event wants of it has to wait");
+        self.settle(heard).await
     }
 
     pub(super) async fn settle(&self, heard: &Heard) -> Effect {

@@ -11,7 +11,7 @@ use domain::billing_account::{BillingAccount, Command, Holder, Meter, Run, Windo
 use domain::commit::{Commit, Epoch, Outcome, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{Micro, Price, Rate};
-use domain::policy::PolicyBook;
+use domain::policy::{Key, PolicyBook, Scope, Value};
 use domain::{
     Action, AllocationId, BillingAccountId, Effect, EntityRef, Kind, Machine, MemberId, PaymentId, Permit, Principal,
     Timestamp,
@@ -32,7 +32,10 @@ use supervisors::world::Durable;
 use tokio::sync::{Notify, mpsc};
 use uuid::Uuid;
 
-const WINDOW: TimeDelta = TimeDelta::seconds(60);
+/// Longer than a million accounts take to be opened, so that none ends by itself; all of them come to less than the hour after which an
+/// account asks how its allocations stand.
+const WINDOW: TimeDelta = TimeDelta::seconds(WINDOW_SECONDS);
+const WINDOW_SECONDS: i64 = 300;
 
 /// Minor units: more than all the windows cost.
 const BALANCE: i64 = 50_000_000;
@@ -67,9 +70,16 @@ pub(crate) struct Waited {
 /// The machine's clock, put on by whole windows.
 struct Clock {
     put_on: AtomicI64,
+    policy: Arc<PolicyBook>,
 }
 
 impl Clock {
+    fn new() -> anyhow::Result<Self> {
+        let mut policy = PolicyBook::default();
+        policy.set(Key::BillingWindow, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(WINDOW_SECONDS))?;
+        Ok(Self { put_on: AtomicI64::new(0), policy: Arc::new(policy) })
+    }
+
     fn read(&self) -> Timestamp {
         let now = Utc::now() + TimeDelta::microseconds(self.put_on.load(Ordering::SeqCst));
         now.duration_trunc(TimeDelta::microseconds(1)).unwrap_or(now)
@@ -86,7 +96,7 @@ impl World for Clock {
     }
 
     fn policy(&self) -> Arc<PolicyBook> {
-        Arc::default()
+        Arc::clone(&self.policy)
     }
 }
 
@@ -116,7 +126,7 @@ impl Ours {
             told: EventFigures::register(&registry)?,
             cluster,
         };
-        let clock = Arc::new(Clock { put_on: AtomicI64::new(0) });
+        let clock = Arc::new(Clock::new()?);
         let world = Arc::clone(&clock) as Arc<dyn World>;
         let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(Nothing), Arc::clone(&world));
         ensure!(shards.len() == 256, "{} shards were taken", shards.len());
@@ -199,7 +209,9 @@ impl Ours {
             currency: account.currency.clone(),
             amount_minor: 1,
         };
-        let asked = Asked::new(&self.permit, "bench", self.clock.read() + TimeDelta::seconds(10));
+        // The clock is put on by a window meanwhile, and whoever waits has not waited so long.
+        let until = self.clock.read() + WINDOW + TimeDelta::seconds(10);
+        let asked = Asked::new(&self.permit, "bench", until);
         self.host.ask::<BillingAccount>(account.id.0, command, asked).await?;
         self.deposits.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -251,7 +263,6 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
         allocations[n % accounts].push(AllocationId(Uuid::now_v7()));
     }
     let account = |allocations: Vec<AllocationId>| {
-        let user_id = Uuid::new_v4().to_string();
         let meter = |id| {
             let run = Run {
                 from: began_at,
@@ -261,12 +272,12 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
                 cut_at: None,
             };
             let rate = Rate::of(&price, 1);
-            (id, Meter { user_id: user_id.clone(), rate, held: Micro::ZERO, run: Some(run) })
+            (id, Meter { user_id: None, rate, held: Micro::ZERO, run: Some(run) })
         };
         let meters: BTreeMap<_, _> = allocations.into_iter().map(meter).collect();
         BillingAccount {
             id: BillingAccountId(Uuid::new_v4()),
-            holder: Holder::User(user_id.clone()),
+            holder: Holder::User(Uuid::new_v4().to_string()),
             currency: price.currency.clone(),
             balance,
             postings: 1,

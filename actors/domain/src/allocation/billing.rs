@@ -71,8 +71,9 @@ impl Allocation {
         }
     }
 
-    /// The first fault counts: it stays the user's to give back, and costs nothing from there on.
-    pub(super) fn faulted(&self, node_id: NodeId, at: Timestamp, reason: &str) -> Step<Self> {
+    /// The first fault counts: it stays the user's to give back, and costs nothing from there on. On a machine that fails before anybody
+    /// was let in nobody is: it is said once, so that whoever set it aside until later would have forgotten it.
+    pub(super) fn faulted(&self, node_id: NodeId, at: Timestamp, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
         let is_here = self.place().is_some_and(|(ours, _)| ours == node_id);
         match &self.phase {
             Phase::Active { .. } if is_here && self.fault.is_none() => {
@@ -83,6 +84,11 @@ impl Allocation {
                 let audit = self.audit(AuditAction::AllocationsFault, audit);
                 next.step(format!("node {node_id} has a critical fault: billing has ended")).event(usage).audit(audit)
             }
+            Phase::Provisioning { placed, .. } if is_here => {
+                let message = format!("The node has a critical fault ({reason}); ask for another allocation.");
+                self.compensate(node_id, placed, reason, &message, ctx)
+            }
+            // Of a reservation that it has not heard of: the node does not set it up.
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
             | Phase::Active { .. }

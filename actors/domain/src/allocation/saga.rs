@@ -63,7 +63,7 @@ impl Allocation {
             Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
             Command::Unaffordable { message } => Ok(self.unaffordable(&message, ctx)),
             Command::Uncover => Ok(self.uncover(ctx)),
-            Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason)),
+            Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason, ctx)),
             Command::StillMetered { is_running } => Ok(self.still_metered(is_running)),
             Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
             Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
@@ -286,7 +286,7 @@ impl Allocation {
     }
 
     /// Provisioning came to nothing: whatever the node did of it is cleaned up like any tenant, unbilled.
-    fn compensate(&self, node_id: NodeId, placed: &Placed, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn compensate(&self, node_id: NodeId, placed: &Placed, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
         let mut next = self.clone();
         next.failure = Some(Failure {
             phase: "provisioning".to_owned(),

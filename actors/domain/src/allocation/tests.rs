@@ -320,6 +320,18 @@ fn what_was_read_of_the_users_keys_later_counts_however_late_the_other_comes() {
 }
 
 #[test]
+fn a_fault_before_anybody_is_let_in_ends_it_unbilled_in_whichever_order_it_is_heard() {
+    let faulted = || Command::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() };
+    let first = allocation().reserved().told(faulted()).expect("releasing");
+    assert_eq!(first.failure_code(), Some("health_critical"));
+    let first = first.provisioned().expect("releasing").unmoved().cleaned().expect("released");
+    assert_eq!((first.allocation.active_at, first.allocation.billed_to()), (None, None));
+    // Said the other way round, nothing of it is billed either.
+    let then = allocation().active().told(faulted()).expect("active");
+    assert_eq!(then.allocation.billed_to(), then.allocation.active_at);
+}
+
+#[test]
 fn a_choice_of_keys_overrides_the_default_and_a_key_that_is_deleted_goes_from_it() {
     let story = allocation().active();
     let step = story.ask(&ann(), choose(&[1, 2])).unwrap();

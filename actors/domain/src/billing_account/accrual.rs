@@ -123,15 +123,17 @@ impl Draft {
             self.ended_refunded(id, ctx);
             self.remember(id, ctx);
         }
-        self.after_an_end();
+        self.after_an_end(ctx);
     }
 
-    pub(super) fn drop_hold(&mut self, id: AllocationId) {
+    pub(super) fn drop_hold(&mut self, id: AllocationId, ctx: &Ctx<'_>) {
         self.account.meters.remove(&id);
-        self.after_an_end();
+        self.after_an_end(ctx);
     }
 
-    fn after_an_end(&mut self) {
+    /// The others may be covered by what is left, and what was given back.
+    fn after_an_end(&mut self, ctx: &Ctx<'_>) {
+        self.spare_what_is_covered(ctx);
         let account = &mut self.account;
         if account.running().next().is_none() {
             account.window = None;
@@ -250,14 +252,19 @@ impl Draft {
         self.release_what_is_cut(ctx.now);
     }
 
-    /// What runs may run on, where it is covered again and was not yet ended.
     pub(super) fn money_came_in(&mut self, ctx: &Ctx<'_>) {
         let account = &mut self.account;
-        let Some(depletion) = account.depletion else { return };
-        if depletion.is_over {
-            account.depletion = Some(depletion).filter(|_| account.balance <= Micro::ZERO);
-            return;
+        match account.depletion {
+            Some(Depletion { is_over: true, .. }) if account.balance > Micro::ZERO => account.depletion = None,
+            Some(_) | None => self.spare_what_is_covered(ctx),
         }
+    }
+
+    /// What runs may run on, where its next window is covered again and the grace is not over. That can change where money comes in and
+    /// where something ends, and nowhere else: what runs costs the same in each window.
+    fn spare_what_is_covered(&mut self, ctx: &Ctx<'_>) {
+        let account = &mut self.account;
+        let Some(depletion) = account.depletion.filter(|depletion| !depletion.is_over) else { return };
         let mut uncut = account.clone();
         uncut.meters.values_mut().filter_map(|meter| meter.run.as_mut()).for_each(|run| run.spare(depletion));
         let next = account.window.map_or(ctx.now, |window| window.ends_at);

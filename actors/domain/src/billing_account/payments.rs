@@ -61,6 +61,11 @@ pub(super) struct Spent {
 }
 
 impl BillingAccount {
+    /// Nothing was posted, and what it pays for costs nothing: its currency is that of whoever comes first with money.
+    fn is_of_no_currency(&self) -> bool {
+        self.postings == 0 && self.meters.values().all(|meter| meter.rate.minor_per_hour() == 0)
+    }
+
     pub(super) fn deposit(
         &self,
         payment_id: PaymentId,
@@ -68,15 +73,19 @@ impl BillingAccount {
         amount_minor: i64,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
-        self.in_currency(currency)?;
-        let amount = counted(amount_minor)?;
         let mut draft = Draft::of(self);
-        if draft.is_news(PostingKind::Deposit, &payment_id.to_string(), amount_minor, ctx) {
+        if self.is_of_no_currency() {
+            draft.account.currency = currency.clone();
+        }
+        draft.account.in_currency(currency)?;
+        let amount = counted(amount_minor)?;
+        let is_again = !draft.is_news(PostingKind::Deposit, &payment_id.to_string(), amount_minor, ctx);
+        if !is_again {
             draft.settle(ctx);
             draft.move_money(PostingKind::Deposit, payment_id, payment_id.to_string(), amount);
             draft.money_came_in(ctx);
         }
-        draft.say(Event::PaymentDeposited { payment_id, account_id: self.id });
+        draft.say(Event::PaymentDeposited { payment_id, account_id: self.id, is_again });
         Ok(draft.step("a payment came in", ctx))
     }
 
@@ -93,15 +102,17 @@ impl BillingAccount {
         let mut draft = Draft::of(self);
         draft.settle(ctx);
         let name = Draft::name_of(PostingKind::Refund, &refund_id.to_string());
-        let how = match draft.account.moved.get(&name) {
-            Some(known) => known.how.clone(),
+        let known = draft.account.moved.get(&name).map(|known| known.how.clone());
+        let is_again = known.is_some();
+        let how = match known {
+            Some(how) => how,
             None => draft.take_if_there(refund_id, payment_id, amount_minor, is_exact, ctx),
         };
         draft.remember_move(name, how.clone(), ctx);
         let account_id = self.id;
         draft.say(match how {
             How::Posted { amount_minor } => Event::RefundTaken { payment_id, refund_id, account_id, amount_minor },
-            How::Refused { why } => Event::RefundRefused { payment_id, refund_id, account_id, reason: why },
+            How::Refused { why } => Event::RefundRefused { payment_id, refund_id, account_id, reason: why, is_again },
         });
         Ok(draft.step("a payer wants money back", ctx))
     }
@@ -115,12 +126,13 @@ impl BillingAccount {
     ) -> Result<Step<Self>, Rejection> {
         let amount = counted(amount_minor)?;
         let mut draft = Draft::of(self);
-        if draft.is_news(PostingKind::RefundReturned, &refund_id.to_string(), amount_minor, ctx) {
+        let is_again = !draft.is_news(PostingKind::RefundReturned, &refund_id.to_string(), amount_minor, ctx);
+        if !is_again {
             draft.settle(ctx);
             draft.move_money(PostingKind::RefundReturned, payment_id, refund_id.to_string(), amount);
             draft.money_came_in(ctx);
         }
-        draft.say(Event::RefundGivenBack { payment_id, refund_id, account_id: self.id });
+        draft.say(Event::RefundGivenBack { payment_id, refund_id, account_id: self.id, is_again });
         Ok(draft.step("a refund failed", ctx))
     }
 
@@ -136,12 +148,14 @@ impl BillingAccount {
         let amount = counted(amount_minor)?;
         let kind = if is_dispute { PostingKind::Dispute } else { PostingKind::Reversal };
         let mut draft = Draft::of(self);
-        if draft.is_news(kind, &reversal_id, amount_minor, ctx) {
+        let is_again = !draft.is_news(kind, &reversal_id, amount_minor, ctx);
+        if !is_again {
             draft.settle(ctx);
             draft.move_money(kind, payment_id, reversal_id.clone(), amount);
             draft.money_went_out(ctx);
         }
-        draft.say(Event::ReversalPosted { payment_id, reversal_id, account_id: self.id, is_undone: false });
+        let account_id = self.id;
+        draft.say(Event::ReversalPosted { payment_id, reversal_id, account_id, is_undone: false, is_again });
         Ok(draft.step("of a payment something was taken back at the processor", ctx))
     }
 
@@ -156,12 +170,14 @@ impl BillingAccount {
         let amount = counted(amount_minor)?;
         let kind = if is_dispute { PostingKind::DisputeWon } else { PostingKind::ReversalUndone };
         let mut draft = Draft::of(self);
-        if draft.is_news(kind, &reversal_id, amount_minor, ctx) {
+        let is_again = !draft.is_news(kind, &reversal_id, amount_minor, ctx);
+        if !is_again {
             draft.settle(ctx);
             draft.move_money(kind, payment_id, reversal_id.clone(), amount);
             draft.money_came_in(ctx);
         }
-        draft.say(Event::ReversalPosted { payment_id, reversal_id, account_id: self.id, is_undone: true });
+        let account_id = self.id;
+        draft.say(Event::ReversalPosted { payment_id, reversal_id, account_id, is_undone: true, is_again });
         Ok(draft.step("what was taken back is there again", ctx))
     }
 

@@ -161,6 +161,11 @@ impl Node {
         self.faulted().filter(|found| !known.contains(found)).map(fault).collect()
     }
 
+    /// What is wrong with the machine for this allocation, if anything is.
+    pub(super) fn fault_of(&self, allocation_id: AllocationId) -> Option<&'static str> {
+        self.faulted().find(|(id, _)| **id == allocation_id).map(|(_, reason)| reason)
+    }
+
     /// The allocations that a fault of the machine concerns, and which.
     fn faulted(&self) -> impl Iterator<Item = (&AllocationId, &'static str)> {
         let is_critical = self.health.status == HealthStatus::Critical;

@@ -13,6 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
+/// Why nobody is let in, whom the agent has set up.
+const BROKEN: &str = "the machine has a critical fault";
+
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
@@ -303,6 +306,8 @@ impl Node {
                     .effect(Effect::WakeNode(self.id))
             }
             Some(HoldPhase::Reserved) => failed("node_not_available", "the node is not in service any more"),
+            // An allocation that asks for it has not become active, and is not to become so on a broken machine.
+            Some(HoldPhase::Ready) if let Some(fault) = self.fault_of(allocation_id) => failed(fault, BROKEN),
             Some(HoldPhase::Ready) => Step::to(self.clone(), Reply::Done, "the tenant is set up already")
                 .event(Event::TenantReady { node_id: self.id, allocation_id }),
             Some(HoldPhase::SetupFailed { reason, detail }) => failed(reason, detail),
@@ -567,6 +572,12 @@ impl Node {
 
     fn tenant_reported(&self, allocation_id: AllocationId, verdict: &Verdict) -> Step<Self> {
         match verdict {
+            // It was said when it was noticed, once, to an allocation that may not have heard of its reservation by then.
+            Verdict::Succeeded { .. } if let Some(fault) = self.fault_of(allocation_id) => {
+                let phase = HoldPhase::SetupFailed { reason: fault.to_owned(), detail: BROKEN.to_owned() };
+                let failed = Event::TenantFailed { node_id: self.id, allocation_id, reason: fault.to_owned() };
+                self.with_phase(allocation_id, phase, BROKEN).event(failed)
+            }
             Verdict::Succeeded { .. } => {
                 let step = self
                     .with_phase(allocation_id, HoldPhase::Ready, "the agent set the tenant up")

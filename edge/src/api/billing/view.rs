@@ -172,7 +172,7 @@ impl MeteredView {
     pub(super) fn of(it: &BillingAccount, now: Timestamp, window: TimeDelta) -> Self {
         let meters = it.meters.iter().map(|(id, meter)| MeterView {
             allocation_id: id.0,
-            user_id: meter.user_id.clone(),
+            user_id: it.renter(meter).to_owned(),
             minor_per_hour: meter.rate.minor_per_hour(),
             held_micro: meter.held.get(),
             from: meter.run.map(|run| run.from),

@@ -80,14 +80,6 @@ pub(in crate::api) struct CheckoutView {
 #[utoipa::path(
     post,
     path = "/",
-    params((
-        "Idempotency-Key" = String,
-        Header,
-        description = "A value of the caller's own: a repetition with it is about the same payment.",
-        min_length = 1,
-        max_length = 255,
-        pattern = "^[!-~]([ -~]*[!-~])?$",
-    )),
     request_body = NewCheckout,
     responses((status = 201, description = "Where to pay.", body = CheckoutView)),
 )]
@@ -97,8 +89,6 @@ pub(in crate::api) async fn checkout(
     State(services): State<Services>,
     body::Json(new): body::Json<NewCheckout>,
 ) -> Result<impl IntoResponse, ApiError> {
-    // Without one, a lost answer would be paid twice.
-    asking.require_key()?;
     let payments = services.payments()?;
     let holder = holder_of(&asking);
     let amount_minor = new.amount_minor.0;

@@ -2,7 +2,8 @@
 
 use crate::processor::signature::WebhookSecrets;
 use crate::processor::{
-    Answer, Before, Checkout, Dispute, Opened, Processor, ProcessorError, RefundRequest, RefundStanding, Standing, Way,
+    Answer, Before, Checkout, Dispute, Listing, Opened, Processor, ProcessorError, RefundRequest, RefundStanding,
+    Standing, Way,
 };
 use crate::services::{PaymentPage, Payments};
 use chrono::{DateTime, Utc};
@@ -164,15 +165,15 @@ impl Processor for Till {
         unreachable!("no route looks for refunds")
     }
 
-    fn payments_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
+    fn payments_since(&self, _: DateTime<Utc>) -> Answer<'_, Listing<Standing>> {
         unreachable!("no route reconciles")
     }
 
-    fn refunds_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
+    fn refunds_since(&self, _: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>> {
         unreachable!("no route reconciles")
     }
 
-    fn disputes_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
+    fn disputes_since(&self, _: DateTime<Utc>) -> Answer<'_, Listing<Dispute>> {
         unreachable!("no route reconciles")
     }
 }

@@ -4,6 +4,7 @@ use domain::PaymentId;
 use domain::money::Currency;
 use secrecy::SecretString;
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 use crate::processor::{DisputeStatus, Opened, ProcessorError, RefundStanding, RefundStatus, Standing, Status, Way};
@@ -25,26 +26,19 @@ pub(crate) fn is_charge(processor_id: &str) -> bool {
     processor_id.starts_with("ch_") || processor_id.starts_with("py_")
 }
 
-/// What is listed page by page.
-pub(super) trait Listed {
-    fn id(&self) -> &str;
-    fn created(&self) -> i64;
+/// Where an object stands in a list, whatever it is.
+#[derive(Deserialize)]
+pub(super) struct Place {
+    pub(super) id: String,
+    #[serde(default)]
+    pub(super) created: i64,
 }
 
-macro_rules! listed {
-    ($($object:ty),+) => {$(
-        impl Listed for $object {
-            fn id(&self) -> &str {
-                &self.id
-            }
-            fn created(&self) -> i64 {
-                self.created
-            }
-        }
-    )+};
+impl Place {
+    pub(super) fn of(object: &Value) -> Result<Self, ProcessorError> {
+        Self::deserialize(object).map_err(|_| ProcessorError::Later("a list holds what has no id".to_owned()))
+    }
 }
-
-listed! { Intent, Session, Charge, Refund, Dispute }
 
 #[derive(Deserialize)]
 pub(super) struct List<T> {
@@ -112,8 +106,6 @@ fn currency(code: &str) -> Result<Currency, ProcessorError> {
 #[derive(Deserialize)]
 pub(crate) struct Intent {
     pub(crate) id: String,
-    #[serde(default)]
-    created: i64,
     amount: i64,
     /// What came in, where the processor tells it apart.
     amount_received: Option<i64>,
@@ -176,8 +168,6 @@ impl Intent {
 #[derive(Deserialize)]
 pub(crate) struct Session {
     pub(crate) id: String,
-    #[serde(default)]
-    created: i64,
     /// Stripe allows a session without an amount; ours have one.
     amount_total: Option<i64>,
     currency: Option<String>,
@@ -228,8 +218,6 @@ impl Session {
 #[derive(Deserialize)]
 pub(crate) struct Charge {
     id: String,
-    #[serde(default)]
-    created: i64,
     amount: i64,
     currency: String,
     status: String,
@@ -253,8 +241,6 @@ impl Charge {
 #[derive(Deserialize)]
 pub(crate) struct Refund {
     id: String,
-    #[serde(default)]
-    created: i64,
     amount: i64,
     currency: String,
     /// Absent from processors whose refunds succeed at once.
@@ -285,8 +271,6 @@ impl Refund {
 #[derive(Deserialize)]
 pub(crate) struct Dispute {
     id: String,
-    #[serde(default)]
-    created: i64,
     amount: i64,
     currency: String,
     status: String,
@@ -298,9 +282,13 @@ impl Dispute {
     pub(crate) fn standing(self) -> Result<crate::processor::Dispute, ProcessorError> {
         let status = match self.status.as_str() {
             "won" => DisputeStatus::Won,
-            // Asked about, and settled without a dispute.
-            inquiry if inquiry.starts_with("warning_") => DisputeStatus::Inquiry,
-            _ => DisputeStatus::Opened,
+            "needs_response" | "under_review" | "lost" => DisputeStatus::Opened,
+            // Asked about, or settled before it became a dispute.
+            "warning_needs_response" | "warning_under_review" | "warning_closed" | "prevented" => {
+                DisputeStatus::Inquiry
+            }
+            // Whether it moves money somebody has to find out.
+            _ => return Err(ProcessorError::Later("a dispute has a status that is not known here".to_owned())),
         };
         Ok(crate::processor::Dispute {
             of: self.payment_intent.or(self.charge).map(|of| of.id().to_owned()),

@@ -6,7 +6,7 @@
 
 use super::told::{self, Teller, Told, Untold};
 use chrono::{DateTime, TimeDelta, Utc};
-use edge::processor::ProcessorError;
+use edge::processor::{Listing, ProcessorError};
 use persistence::{StoreError, Turns};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
@@ -41,6 +41,7 @@ pub struct Reconciler {
     failed: IntCounter,
     missed: IntCounter,
     contradicted: IntCounter,
+    passed_over: IntCounter,
     memory: Mutex<Memory>,
 }
 
@@ -85,6 +86,10 @@ impl Reconciler {
             contradicted: counter(
                 "payments_reconcile_contradicted_total",
                 "What the payment processor did and a payment here contradicts.",
+            )?,
+            passed_over: counter(
+                "payments_reconcile_passed_over_total",
+                "What the payment processor lists and cannot be read, and lists that are too long to be looked through.",
             )?,
             memory: Mutex::default(),
         })
@@ -142,28 +147,54 @@ impl Reconciler {
         Ok(missed)
     }
 
-    /// Tells what the processor has made since, and how many our payments had not heard of.
+    /// Tells what the processor has made since, and how many our payments had not heard of. A list that cannot be had keeps no other from being
+    /// told.
     async fn look(&self, since: DateTime<Utc>, far: DateTime<Utc>) -> Result<u64, Incomplete> {
         let cause = Uuid::now_v7();
         let teller = self.teller.for_cause(cause, cause.to_string());
-        let mut found = Found { missed: 0, untold: 0, why: None };
+        let mut found = Found::default();
         // Payments first: what was taken back of one that nobody had heard of follows it.
-        for standing in teller.processor.payments_since(since).await? {
+        for standing in self.listed(&mut found, "payments", teller.processor.payments_since(since).await) {
             let name = (standing.processor_id.clone(), said(&standing.status));
             self.tell(&mut found, "payment", name, told::payment(&teller, standing)).await;
         }
-        for standing in teller.processor.refunds_since(far).await? {
+        for standing in self.listed(&mut found, "refunds", teller.processor.refunds_since(far).await) {
             let name = (standing.processor_refund_id.clone(), said(&standing.status));
             self.tell(&mut found, "refund", name, told::refund(&teller, standing)).await;
         }
-        for dispute in teller.processor.disputes_since(far).await? {
+        for dispute in self.listed(&mut found, "disputes", teller.processor.disputes_since(far).await) {
             let name = (dispute.dispute_id.clone(), said(&dispute.status));
             self.tell(&mut found, "dispute", name, told::dispute(&teller, dispute)).await;
         }
-        match found.why {
-            Some(why) => Err(Incomplete::Untold { count: found.untold, why }),
-            None => Ok(found.missed),
+        match (found.unlisted, found.why) {
+            (Some(error), _) => Err(error.into()),
+            (None, Some(why)) => Err(Incomplete::Untold { count: found.untold, why }),
+            (None, None) => Ok(found.missed),
         }
+    }
+
+    /// What of a list can be told. What cannot, and would not in the next turn either, is said and counted, each once.
+    fn listed<T>(&self, found: &mut Found, what: &'static str, listing: Result<Listing<T>, ProcessorError>) -> Vec<T> {
+        let listing = match listing {
+            Ok(listing) => listing,
+            Err(error) => {
+                found.unlisted = Some(error);
+                return Vec::new();
+            }
+        };
+        if listing.is_cut {
+            self.passed_over.inc();
+            tracing::warn!("the {what} at the payment processor are too many to be looked through to their end");
+        }
+        for id in listing.unread {
+            let name = format!("{id} unread");
+            if !self.memory().told.contains(&name) {
+                self.passed_over.inc();
+                tracing::warn!(processor.id = id, "one of the {what} at the payment processor cannot be read");
+                self.memory().remember(name);
+            }
+        }
+        listing.found
     }
 
     async fn tell(
@@ -216,10 +247,13 @@ impl Memory {
     }
 }
 
+#[derive(Default)]
 struct Found {
     missed: u64,
     untold: usize,
     why: Option<Untold>,
+    /// Why a list was not to be had.
+    unlisted: Option<ProcessorError>,
 }
 
 fn said(status: &impl Debug) -> String {
@@ -309,6 +343,34 @@ mod tests {
         for _ in 0..2 {
             reconciler.look_back(now, now).await.unwrap();
         }
-        assert_eq!(asked_for(), [now - FAR, now], "the one that broke off is made again");
+        assert_eq!(asked_for(), [now - FAR, now - FAR, now], "the one that broke off is made again");
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_read_and_lists_without_end_are_counted_and_keep_nothing_else_from_being_told() {
+        let bench = Bench::deposited().await;
+        let reconciler = reconciler(&bench);
+        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
+        *bench.processor.unread.lock().unwrap() = (vec!["re_odd".to_owned()], true);
+        let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
+        let (amount_minor, currency, status) = (200, eur(), DisputeStatus::Opened);
+        bench.processor.disputes.lock().unwrap().push(Dispute { dispute_id, of, amount_minor, currency, status });
+        let now = Utc::now();
+        assert_eq!(reconciler.look_back(now, now).await.unwrap(), 2, "the turn goes through");
+        assert_eq!(bench.payment().await.left_minor(), 700);
+        assert_eq!(reconciler.passed_over.get(), 2);
+        reconciler.look_back(now, now).await.unwrap();
+        assert_eq!(reconciler.passed_over.get(), 3, "one is known, the list is as long as before");
+        assert_eq!(*bench.processor.refunds_asked_since.lock().unwrap(), [now - FAR, now]);
+    }
+
+    #[tokio::test]
+    async fn a_list_that_cannot_be_had_keeps_no_other_from_being_told() {
+        let bench = Bench::deposited().await;
+        let reconciler = reconciler(&bench);
+        bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
+        bench.processor.fails(ProcessorError::Later("payments cannot be listed".to_owned()));
+        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Processor(_))));
+        assert_eq!(bench.payment().await.left_minor(), 900);
     }
 }

@@ -18,7 +18,7 @@ use domain::{
     Timestamp,
 };
 use edge::processor::{
-    Answer, Checkout, Dispute, Opened, Processor, ProcessorError, RefundRequest, RefundStanding, RefundStatus,
+    Answer, Checkout, Dispute, Listing, Opened, Processor, ProcessorError, RefundRequest, RefundStanding, RefundStatus,
     Standing, Status, Way,
 };
 use futures::FutureExt as _;
@@ -145,6 +145,8 @@ pub(super) struct Scripted {
     pub(super) asked: Mutex<Vec<String>>,
     /// From when on refunds were asked for.
     pub(super) refunds_asked_since: Mutex<Vec<DateTime<Utc>>>,
+    /// Which of its refunds cannot be read, and whether there are more than are looked through.
+    pub(super) unread: Mutex<(Vec<String>, bool)>,
     fails: Mutex<VecDeque<ProcessorError>>,
     loses: Mutex<bool>,
     refuses: Mutex<bool>,
@@ -258,17 +260,18 @@ impl Processor for Scripted {
         })
     }
 
-    fn payments_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Standing>> {
-        self.answer(|it| Ok(it.has().into_iter().collect()))
+    fn payments_since(&self, _: DateTime<Utc>) -> Answer<'_, Listing<Standing>> {
+        self.answer(|it| Ok(Listing::of(it.has().into_iter().collect())))
     }
 
-    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Vec<RefundStanding>> {
+    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>> {
         self.refunds_asked_since.lock().unwrap().push(since);
-        self.answer(|it| Ok(it.refunds.lock().unwrap().clone()))
+        let (unread, is_cut) = self.unread.lock().unwrap().clone();
+        self.answer(|it| Ok(Listing { found: it.refunds.lock().unwrap().clone(), unread, is_cut }))
     }
 
-    fn disputes_since(&self, _: DateTime<Utc>) -> Answer<'_, Vec<Dispute>> {
-        self.answer(|it| Ok(it.disputes.lock().unwrap().clone()))
+    fn disputes_since(&self, _: DateTime<Utc>) -> Answer<'_, Listing<Dispute>> {
+        self.answer(|it| Ok(Listing::of(it.disputes.lock().unwrap().clone())))
     }
 }
 

@@ -99,9 +99,7 @@ impl Teller {
     async fn tell(&self, payment_id: PaymentId, about: &str, command: Command) -> Result<Told, Untold> {
         Ok(match self.ask(payment_id, about, command).await? {
             Ok(heard) => Told::Done { is_news: heard.is_news },
-            // Whoever shares the account at the processor with us has payments of that kind, too.
-            Err(Rejection::NotFound) => Told::NotOurs,
-            Err(rejection) => Told::Rejected(rejection.to_string()),
+            Err(rejection) => rejected(payment_id, &rejection),
         })
     }
 
@@ -114,6 +112,15 @@ impl Teller {
             Err(ProcessorError::Refused { why, .. }) => Ok(Whose::Unsaid(why)),
             Err(error) => Err(Untold::Processor(error)),
         }
+    }
+}
+
+/// The processor named the payment by an id of our making. So where there is none it is not somebody else's: it was lost here, by going back
+/// to a backup for example, and with it the way of that money.
+fn rejected(payment_id: PaymentId, why: &Rejection) -> Told {
+    match why {
+        Rejection::NotFound => Told::Rejected(format!("payment {payment_id}, which it names, is not here")),
+        why => Told::Rejected(why.to_string()),
     }
 }
 
@@ -145,7 +152,12 @@ pub async fn payment(teller: &Teller, standing: Standing) -> Result<Told, Untold
         Status::Canceled => not_paid(Outcome::Canceled, "canceled at the processor".to_owned()),
         Status::Expired => not_paid(Outcome::Expired, "not paid in time".to_owned()),
     };
-    teller.tell(payment_id, &about, command).await
+    match teller.ask(payment_id, &about, command.clone()).await? {
+        Ok(heard) => Ok(Told::Done { is_news: heard.is_news }),
+        // No money has moved: whoever made it has to know of it.
+        Err(Rejection::NotFound) if matches!(command, Command::NotPaid { .. }) => Ok(Told::NotOurs),
+        Err(rejection) => Ok(rejected(payment_id, &rejection)),
+    }
 }
 
 /// # Errors
@@ -178,8 +190,7 @@ pub(super) async fn refund_of(
             Ok(heard) => return Ok(Told::Done { is_news: heard.is_news }),
             // Our id, but none that was asked for here, or a second one under it: that money has left as well.
             Err(Rejection::RefundUnknown | Rejection::PaidTwice { .. }) => {}
-            Err(Rejection::NotFound) => return Ok(Told::NotOurs),
-            Err(rejection) => return Ok(Told::Rejected(rejection.to_string())),
+            Err(rejection) => return Ok(rejected(payment_id, &rejection)),
         }
     }
     let what = match status {
@@ -272,13 +283,25 @@ mod tests {
     #[tokio::test]
     async fn a_payment_of_somebody_else_is_not_ours_and_another_amount_is_contradicted() {
         let bench = Bench::open().await;
-        let elsewhere = PaymentId(Uuid::from_u128(99));
-        for payment_id in [None, Some(elsewhere)] {
-            let told = payment(&bench.teller(1), Standing { payment_id, ..paid(1000) }).await;
-            assert_eq!(told, Ok(Told::NotOurs));
-        }
+        let told = payment(&bench.teller(1), Standing { payment_id: None, ..paid(1000) }).await;
+        assert_eq!(told, Ok(Told::NotOurs));
         assert!(matches!(payment(&bench.teller(1), paid(999)).await, Ok(Told::Rejected(why)) if why.contains("999")));
         assert_eq!(bench.payment().await.paid_at(), None);
+    }
+
+    #[tokio::test]
+    async fn what_was_paid_for_a_payment_that_was_lost_here_is_for_somebody_to_look_at() {
+        let bench = Bench::deposited().await;
+        let lost = Some(PaymentId(Uuid::from_u128(99)));
+        let is_rejected = |told| matches!(told, Ok(Told::Rejected(why)) if why.contains("is not here"));
+        assert!(is_rejected(payment(&bench.teller(1), Standing { payment_id: lost, ..paid(1000) }).await));
+        // Nobody has paid it: that may be said of anything.
+        let expired = Standing { payment_id: lost, status: Status::Expired, ..paid(1000) };
+        assert_eq!(payment(&bench.teller(2), expired).await, Ok(Told::NotOurs));
+        bench.processor.standing.lock().unwrap().as_mut().unwrap().payment_id = lost;
+        assert!(is_rejected(refund(&bench.teller(3), given_back("re_1", None, RefundStatus::Succeeded)).await));
+        assert!(is_rejected(refund(&bench.teller(4), given_back("re_1", Some(REFUND), RefundStatus::Pending)).await));
+        assert!(is_rejected(dispute(&bench.teller(5), disputed(DisputeStatus::Opened)).await));
     }
 
     #[tokio::test]

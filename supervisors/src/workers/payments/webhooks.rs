@@ -9,13 +9,14 @@ use crate::workers::reactor::{Effect, Heard, Reactor};
 use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
 use domain::processor_event::{Command, Outcome, ProcessorEvent};
-use domain::{EntityRef, Kind, ProcessorEventId};
+use domain::{EntityRef, EventId, Kind, ProcessorEventId};
 use edge::processor::stripe::event::{News, StripeEvent};
 use edge::processor::{ProcessorError, RefundStanding};
 use edge::webhook::{COUNTERS, body_of};
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -34,6 +35,24 @@ pub struct Webhooks {
     teller: Teller,
     ring: Arc<KeyRing>,
     places: Arc<Semaphore>,
+    vain: Arc<Mutex<Vain>>,
+}
+
+/// What was worked on in vain and is counted. While it waits the bus brings it again, several times a second.
+#[derive(Default)]
+struct Vain(BTreeSet<EventId>);
+
+impl Vain {
+    /// So many are told apart; beyond that one may be counted twice.
+    const REMEMBERED: usize = 4096;
+
+    /// True the first time.
+    fn is_news(&mut self, attempt: EventId) -> bool {
+        if self.0.len() >= Self::REMEMBERED {
+            self.0.clear();
+        }
+        self.0.insert(attempt)
+    }
 }
 
 /// Why an event could not be carried out.
@@ -47,7 +66,7 @@ enum Hindered {
 impl Webhooks {
     #[must_use]
     pub fn new(teller: Teller, ring: Arc<KeyRing>) -> Self {
-        Self { teller, ring, places: Arc::new(Semaphore::new(AT_ONCE)) }
+        Self { teller, ring, places: Arc::new(Semaphore::new(AT_ONCE)), vain: Arc::default() }
     }
 
     /// What follows from an event of the processor's.
@@ -63,7 +82,9 @@ impl Webhooks {
             Ok(outcome) => Command::Processed { outcome },
             Err(Hindered::Failed(why)) => Command::Failed { why },
             Err(Hindered::Later(why)) => {
-                COUNTERS.processing_failed();
+                if self.vain.lock().unwrap_or_else(PoisonError::into_inner).is_news(heard.id) {
+                    COUNTERS.processing_failed();
+                }
                 return Effect::Later { why };
             }
         };
@@ -197,9 +218,9 @@ mod tests {
     use base64::Engine as _;
     use base64::engine::general_purpose::STANDARD;
     use chrono::Utc;
+    use domain::Event;
     use domain::again::Again;
     use domain::processor_event::Phase;
-    use domain::{Event, EventId};
     use edge::processor::{RefundStatus, Status};
     use persistence::rewrap::body_place;
     use serde_json::{Value, json};
@@ -293,6 +314,16 @@ mod tests {
         let charge = json!({ "id": "ch_1", "payment_intent": INTENT });
         assert_eq!(told(&bench, &stored(2, "charge.refunded", &charge)).await, "told");
         assert_eq!(bench.payment().await.left_minor(), 500);
+    }
+
+    #[test]
+    fn an_attempt_that_the_bus_brings_again_and_again_is_counted_once() {
+        let (mut vain, attempt) = (Vain::default(), |n| EventId(Uuid::from_u128(n)));
+        let counted = (0..100).filter(|_| vain.is_news(attempt(1))).count();
+        assert_eq!(counted, 1);
+        assert!(vain.is_news(attempt(2)), "said again by the event itself, it is another attempt");
+        (3..10_000).for_each(|n| assert!(vain.is_news(attempt(n))));
+        assert!(vain.0.len() <= Vain::REMEMBERED);
     }
 
     #[tokio::test]

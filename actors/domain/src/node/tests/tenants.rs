@@ -37,6 +37,26 @@ fn a_tenant_that_could_not_be_set_up_is_never_said_to_be_ready() {
 }
 
 #[test]
+fn nobody_is_let_in_on_a_machine_that_broke_while_they_were_set_up() {
+    let succeeded = || Verdict::Succeeded { proof: None };
+    let ordered = node().active().provisioning();
+    let broken = ordered.clone().agent(heartbeat(HealthStatus::Critical, inventory(GPUS)));
+    let broken = broken.says(&["node.state_changed", "node.tenant_faulted"]).reports(succeeded());
+    let broken = broken.says(&["node.tenant_failed"]);
+    assert!(matches!(&broken.said[0], Event::TenantFailed { reason, .. } if reason == "health_critical"));
+    // Its answer may be lost, and it is asked again.
+    let deadline_at = broken.now + TimeDelta::seconds(600);
+    broken.told(Command::Provision { allocation_id: TENANT, deadline_at }).says(&["node.tenant_failed"]);
+    // Ready, and broken before the allocation has heard of either.
+    let ready = ordered.clone().reports(succeeded()).says(&["node.tenant_ready"]);
+    let lost = ready.agent(heartbeat(HealthStatus::Ok, inventory(0)));
+    lost.told(Command::Provision { allocation_id: TENANT, deadline_at }).says(&["node.tenant_failed"]);
+    // What was repaired in time is no fault.
+    let repaired = ordered.agent(heartbeat(HealthStatus::Critical, inventory(GPUS))).heard();
+    repaired.reports(succeeded()).says(&["node.tenant_ready"]);
+}
+
+#[test]
 fn gpus_come_back_only_with_the_proof_of_the_clean_up() {
     let releasing = node().active().releasing();
     assert_eq!(releasing.orders(), ["release"]);

@@ -114,6 +114,9 @@ fn refunds_are_told_one_by_one_or_looked_up_where_the_event_has_none() {
 fn a_dispute_is_told_by_what_has_become_of_the_money() {
     for (event_type, status, expected) in [
         ("created", "warning_needs_response", DisputeStatus::Inquiry),
+        ("updated", "warning_under_review", DisputeStatus::Inquiry),
+        ("closed", "warning_closed", DisputeStatus::Inquiry),
+        ("closed", "prevented", DisputeStatus::Inquiry),
         ("created", "needs_response", DisputeStatus::Opened),
         ("funds_withdrawn", "needs_response", DisputeStatus::Opened),
         ("updated", "under_review", DisputeStatus::Opened),
@@ -146,6 +149,7 @@ fn an_object_that_is_not_what_its_type_promises_is_named_without_its_words() {
         ("checkout.session.completed", json!({ "id": "cs_1", "payment_status": "paid", "name": "Ann" })),
         ("refund.created", json!({ "id": "re_1", "amount": 1, "currency": "Ann is no currency" })),
         ("charge.dispute.created", json!({ "name": "Ann" })),
+        ("charge.dispute.updated", dispute("Ann's own")),
         ("charge.refunded", json!({ "id": "ch_1", "payment_intent": 5, "name": "Ann" })),
     ] {
         let error = event(event_type, object).news().unwrap_err().to_string();
