@@ -14,6 +14,7 @@ use futures::stream::BoxStream;
 use futures::{FutureExt as _, StreamExt as _};
 use secrecy::SecretSlice;
 use serde::{Deserialize, Serialize};
+use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -60,6 +61,8 @@ const PARTED: u8 = 2;
 const NAME: usize = 16;
 /// How long whoever was answered may take to go on.
 const GOES_ON_WITHIN: Duration = Duration::from_secs(5);
+/// How long a link whose stream is gone may take to say the rest.
+const PARTS_WITHIN: Duration = Duration::from_secs(2);
 const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 #[derive(Clone)]
@@ -148,9 +151,11 @@ impl Relay {
         let talk = Talk { mouth, opening };
         let gone = end.gone.clone();
         tokio::spawn(async move {
+            let mut talk = pin!(talk.run(messages, up, |up| up.encode(), down, |bytes| Down::decode(bytes).ok()));
             tokio::select! {
-                () = talk.run(messages, up, |up| up.encode(), down, |bytes| Down::decode(bytes).ok()) => {}
-                () = gone.cancelled() => {}
+                () = &mut talk => {}
+                // What was said last still goes out, and that it was the last.
+                () = gone.cancelled() => drop(timeout(PARTS_WITHIN, talk).await),
             }
             drop(held);
         });
