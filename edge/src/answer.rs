@@ -77,6 +77,11 @@ fn conflict(message: impl Into<std::borrow::Cow<'static, str>>) -> ApiError {
     ApiError::new(Code::StateConflict, message)
 }
 
+/// Names the policy that is in the way, and what it allows.
+pub(crate) fn limited_by(refusal: ApiError, key: Key, limit: impl Into<serde_json::Value>) -> ApiError {
+    refusal.detail("policy_key", key.name()).detail("limit", limit)
+}
+
 fn invalid(message: String, field: &str) -> ApiError {
     ApiError::invalid_request(message).detail("field", field)
 }
@@ -181,9 +186,11 @@ impl Explain for allocation::Rejection {
                 .detail("state", state)
             }
             R::GpuCount { max } => invalid(format!("`gpu_count` must be a whole number from 1 to {max}."), "gpu_count"),
-            R::QueueSeconds { max } => {
-                invalid(format!("`queue_seconds` must be a whole number from 0 to {max}."), "queue_seconds")
-            }
+            R::QueueSeconds { max } => limited_by(
+                invalid(format!("`queue_seconds` must be a whole number from 0 to {max}."), "queue_seconds"),
+                Key::AllocationQueueMax,
+                max,
+            ),
             R::KeyUnknown { id } => invalid(
                 format!("{id} is not a key of the allocation's user; GET /api/v1/ssh-keys lists theirs."),
                 "ssh_key_ids",
@@ -232,19 +239,25 @@ impl Explain for tenant::Rejection {
                 conflict(format!("You have registered this key already, as {existing}; use that one."))
                     .detail("ssh_key_id", existing.to_string())
             }
-            R::TooManyKeys { limit } => {
-                conflict(format!("You have {limit} keys, which is the most; delete one first."))
-            }
-            R::TooManyServiceAccounts { limit } => conflict(format!(
-                "You may have {limit} service accounts; delete one that nothing uses, then try again."
-            ))
-            .detail("policy_key", "auth.service_accounts_per_user")
-            .detail("limit", limit),
-            R::TooManyTerminals { limit } => conflict(format!(
-                "The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."
-            ))
-            .detail("policy_key", "terminal.sessions_per_allocation")
-            .detail("limit", limit),
+            R::TooManyKeys { limit } => limited_by(
+                conflict(format!("You have {limit} keys, which is the most; delete one first.")),
+                Key::SshKeyMaxPerUser,
+                limit,
+            ),
+            R::TooManyServiceAccounts { limit } => limited_by(
+                conflict(format!(
+                    "You may have {limit} service accounts; delete one that nothing uses, then try again."
+                )),
+                Key::AuthServiceAccountsPerUser,
+                limit,
+            ),
+            R::TooManyTerminals { limit } => limited_by(
+                conflict(format!(
+                    "The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."
+                )),
+                Key::TerminalSessionsPerAllocation,
+                limit,
+            ),
             rejection @ R::OverQuota { .. } => unexpected(&rejection),
         }
     }
@@ -313,12 +326,16 @@ impl Explain for billing_account::Rejection {
                     .detail("field", "currency")
                     .detail("currency", account)
             }
-            R::Amount { max } => invalid(
-                format!("`amount_minor` must be from -{max} to {max}, and not 0; policy `billing.adjustment_max_minor` says so."),
-                "amount_minor",
-            )
-            .detail("policy_key", "billing.adjustment_max_minor")
-            .detail("limit", max),
+            R::Amount { max } => limited_by(
+                invalid(
+                    format!(
+                        "`amount_minor` must be from -{max} to {max}, and not 0; policy `billing.adjustment_max_minor` says so."
+                    ),
+                    "amount_minor",
+                ),
+                Key::BillingAdjustmentMax,
+                max,
+            ),
             R::Full => conflict(format!("No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less.")),
             R::MoreThanCost { left } => conflict(format!(
                 "Of what the allocation has cost {left} minor units are left that were not given back; leave `amount_minor` out for all \
@@ -336,11 +353,13 @@ impl Explain for billing_account::Rejection {
 }
 
 fn too_late(what: &str, days: i64) -> ApiError {
-    conflict(format!(
-        "{what} longer than {days} days ago; policy `allocation.refund_window_days` lets nothing be refunded then."
-    ))
-    .detail("policy_key", "allocation.refund_window_days")
-    .detail("limit", days)
+    limited_by(
+        conflict(format!(
+            "{what} longer than {days} days ago; policy `allocation.refund_window_days` lets nothing be refunded then."
+        )),
+        Key::AllocationRefundWindow,
+        days,
+    )
 }
 
 impl Explain for payment::Rejection {
@@ -349,15 +368,19 @@ impl Explain for payment::Rejection {
         match self {
             R::NotFound => ApiError::not_found("payment"),
             R::Exists => conflict("The payment exists already."),
-            R::Amount { min, max } => invalid(
-                format!(
-                    "`amount_minor` must be a whole number from {min} to {max}; policies `billing.minimum_deposit_minor` and \
-                     `billing.maximum_deposit_minor` say so."
+            // Whoever knows the amount says by which of the two.
+            R::Amount { min, max } => limited_by(
+                invalid(
+                    format!(
+                        "`amount_minor` must be a whole number from {min} to {max}; policies `billing.minimum_deposit_minor` and \
+                         `billing.maximum_deposit_minor` say so."
+                    ),
+                    "amount_minor",
                 ),
-                "amount_minor",
+                Key::BillingMaximumDeposit,
+                max,
             )
-            .detail("minimum", min)
-            .detail("limit", max),
+            .detail("minimum", min),
             R::Over { state } => {
                 conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key.")).detail("state", state)
             }
@@ -420,11 +443,13 @@ impl Explain for service_account::Rejection {
                 "A service account gets no role that you do not have yourself; ask for fewer in `roles`.",
             )
             .detail("field", "roles"),
-            R::TooManyKeys { limit } => conflict(format!(
-                "The service account has {limit} keys, which is the most; revoke one that nothing uses."
-            ))
-            .detail("policy_key", "auth.service_account_keys_max")
-            .detail("limit", limit),
+            R::TooManyKeys { limit } => limited_by(
+                conflict(format!(
+                    "The service account has {limit} keys, which is the most; revoke one that nothing uses."
+                )),
+                Key::AuthServiceAccountKeysMax,
+                limit,
+            ),
         }
     }
 }
@@ -563,6 +588,25 @@ mod tests {
 
     fn row(table: &mut String, name: &str, error: &ApiError) {
         writeln!(table, "{name}: {} {} {}", error.code().status().as_u16(), error.code(), error.message()).unwrap();
+    }
+
+    #[test]
+    fn what_a_policy_does_not_allow_is_refused_by_its_key() {
+        let refusals = [
+            (allocation::Rejection::QueueSeconds { max: 7 }.explain(), Key::AllocationQueueMax),
+            (tenant::Rejection::TooManyKeys { limit: 7 }.explain(), Key::SshKeyMaxPerUser),
+            (tenant::Rejection::TooManyServiceAccounts { limit: 7 }.explain(), Key::AuthServiceAccountsPerUser),
+            (tenant::Rejection::TooManyTerminals { limit: 7 }.explain(), Key::TerminalSessionsPerAllocation),
+            (service_account::Rejection::TooManyKeys { limit: 7 }.explain(), Key::AuthServiceAccountKeysMax),
+            (billing_account::Rejection::Amount { max: 7 }.explain(), Key::BillingAdjustmentMax),
+            (billing_account::Rejection::TooLate { days: 7 }.explain(), Key::AllocationRefundWindow),
+            (payment::Rejection::Amount { min: 1, max: 7 }.explain(), Key::BillingMaximumDeposit),
+            (payment::Rejection::TooLate { days: 7 }.explain(), Key::AllocationRefundWindow),
+        ];
+        for (refusal, key) in refusals {
+            let details = (&refusal.details()["policy_key"], &refusal.details()["limit"]);
+            assert_eq!(details, (&serde_json::json!(key.name()), &serde_json::json!(7)), "{refusal}");
+        }
     }
 
     #[test]

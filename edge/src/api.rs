@@ -176,7 +176,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Get       "/api/v1/billing/estimate" (Financial)             => billing::estimate;
         User   PostKeyed "/api/v1/billing/checkout-sessions" (Financial)    => payment::checkout, NotFound, StateConflict, UpstreamError;
         Anyone Get       "/billing/checkout/{payment_id}"                   => payment_page::page, NotFound;
-        Anyone Get       "/billing/checkout/{payment_id}/terms/{processor_id}" => payment_page::terms, NotFound;
+        Anyone Get       "/billing/checkout/{payment_id}/terms/{processor_id}" => payment_page::terms, NotFound, RateLimited;
         Anyone Get       "/billing/returned"                                => payment_page::returned;
         Anyone Get       "/billing/assets/{name}"                           => payment_page::asset, NotFound;
         User   Get       "/api/v1/billing/payments" (Financial)             => payment::list;
@@ -195,13 +195,13 @@ fn routes() -> (Router<Services>, OpenApi) {
         Bound  PostOnce  "/api/v1/admin/billing/processor-events/{id}/dismiss" (Financial) => processor_event::dismiss, NotFound, StateConflict;
 
         User   Get       "/api/v1/billing/statements" (Financial)           => statement::list;
-        User   Get       "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;
-        User   Get       "/api/v1/billing/statements/{month}/csv" (Financial) => statement::csv, NotFound;
-        User   Get       "/api/v1/billing/statements/{month}/pdf" (Financial) => statement::pdf, NotFound;
+        User   GetLong   "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;
+        User   GetLong   "/api/v1/billing/statements/{month}/csv" (Financial) => statement::csv, NotFound;
+        User   GetLong   "/api/v1/billing/statements/{month}/pdf" (Financial) => statement::pdf, NotFound;
         Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements" (Financial) => statement::list_of, NotFound;
-        Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
-        Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
-        Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
+        Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
+        Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
+        Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
         User   Get       "/api/v1/notifications/ws"                         => notification::listen, InvalidRequest, UpgradeRequired;
         Admin  PostOnce  "/api/v1/admin/notifications/broadcast"            => notification::broadcast;
 

@@ -12,7 +12,7 @@ use actors::Directory;
 use actors::cells::Cells;
 use actors::place::command_id;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, request};
+use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, request};
 use axum::middleware::Next;
 use axum::response::Response;
 use dashmap::DashMap;
@@ -86,7 +86,7 @@ struct Parts {
     here: Cells,
     /// Cells that another member said were used up, and until when nothing can have changed: a cell only ever fills.
     used_up: DashMap<Uuid, UsedUp>,
-    tokens_refused: AddressLimit,
+    strangers: AddressLimit,
     decisions: IntCounterVec,
     fail_open: IntCounterVec,
 }
@@ -136,7 +136,7 @@ impl RateLimiter {
             directory,
             here: Cells::default(),
             used_up: DashMap::new(),
-            tokens_refused: AddressLimit::default(),
+            strangers: AddressLimit::default(),
             decisions,
             fail_open,
         })))
@@ -201,7 +201,21 @@ impl RateLimiter {
     /// # Errors
     /// `rate_limited` where the address has had too many.
     pub fn token_refused(&self, parts: &request::Parts, policy: &PolicyBook, now: Timestamp) -> Result<(), ApiError> {
-        self.0.tokens_refused.admit(&parts.extensions, Key::RateLimitAuthenticationFailures, policy, now)
+        self.asked_by_nobody(&parts.extensions, policy, now)
+    }
+
+    /// Counts a question that needs no token against its address, which has one quota for these and for its bad tokens: an id and a name
+    /// that have to be guessed are no less a secret.
+    ///
+    /// # Errors
+    /// `rate_limited` where the address has had too many.
+    pub fn asked_by_nobody(
+        &self,
+        connection: &Extensions,
+        policy: &PolicyBook,
+        now: Timestamp,
+    ) -> Result<(), ApiError> {
+        self.0.strangers.admit(connection, Key::RateLimitAuthenticationFailures, policy, now)
     }
 }
 

@@ -10,6 +10,13 @@ pub struct StoreError {
 }
 
 impl StoreError {
+    /// True where the database answers, and gave this up after the time that it had for it.
+    #[must_use]
+    pub fn took_too_long(&self) -> bool {
+        const QUERY_CANCELED: &str = "57014";
+        self.source.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() == Some(QUERY_CANCELED)
+    }
+
     /// True where the database could not be reached or had no time: trying again may help.
     #[must_use]
     #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is a defect")]

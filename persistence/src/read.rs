@@ -23,7 +23,7 @@ pub use keys::Dependent;
 pub use ledger::{Cost, Disagreement, LedgerFilter, LedgerReport, LedgerRow, Money};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{Due, Orphans, Overdue};
-pub use statement::{LedgerPlace, LedgerSum};
+pub use statement::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
 pub use waiting::{Waiting, WaitingFilter};
 
 use crate::pool::Kept;

@@ -117,7 +117,8 @@ impl ProcessFigures {
             outbox_age,
             ledger: gauge(
                 "billing_ledger_difference_micro",
-                "How far this process's accounts are apart from their ledgers, in millionths of a minor unit; must stay 0.",
+                "How far this process's accounts are apart from the balance at their last posting, in millionths of a minor unit; must stay 0. \
+                 What was changed before that posting shows by `gpuaas ledger verify` and in invariant_violations_total.",
             )?,
             lag: gauges("nats_consumer_lag", "Events that the reactions' consumer has not settled.", &["stream"])?,
             read_at,

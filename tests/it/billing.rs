@@ -287,10 +287,15 @@ async fn operators_give_and_take_within_bounds_and_leave_a_trace() {
         assert_eq!(answer.headers.contains_key("idempotency-replayed"), replayed, "{answer}");
         assert_eq!(answer.created()["balance_minor"], 600);
     }
-    for amount in
-        [json!(0), json!(100_001), json!(-100_001), json!(1e3 + 0.5), json!("10"), json!(i64::MAX), json!(u64::MAX)]
+    for amount in [json!(0), json!(100_001), json!(-100_001), json!(1.5), json!("10"), json!(i64::MAX), json!(u64::MAX)]
     {
         world.admin.post(&path, &adjustment(amount)).await.refused(400, "invalid_request");
+    }
+    for amount in ["1e3", "-1e3", "1000.0"] {
+        let literal = adjustment(json!(7)).to_string().replace(":7", &format!(":{amount}"));
+        let request = world.admin.request(reqwest::Method::POST, &path).header("Idempotency-Key", amount);
+        let request = request.header("content-type", "application/json").body(literal);
+        world.admin.send(request).await.refused(400, "invalid_request");
     }
     world.admin.post(&path, &adjustment(json!(-601))).await.refused(402, "insufficient_balance");
     let euros = json!({ "amount_minor": 1, "currency": "EUR", "reason": "a test needs it" });

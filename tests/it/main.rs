@@ -25,6 +25,7 @@ mod observability;
 mod openapi;
 mod payment_page;
 mod payments;
+mod payments_chaos;
 mod payments_processor;
 mod platform_roles;
 mod policy;

@@ -342,7 +342,8 @@ fn refusal(allocation: &Allocation) -> Option<ApiError> {
         "insufficient_capacity" => {
             error(Code::InsufficientCapacity).map(|error| error.detail("suggestion", message.clone()))
         }
-        "concurrency_limit_exceeded" => error(Code::ConcurrencyLimitExceeded),
+        "concurrency_limit_exceeded" => error(Code::ConcurrencyLimitExceeded)
+            .map(|error| error.detail("policy_key", Key::AllocationMaxConcurrent.name())),
         "insufficient_balance" => error(Code::InsufficientBalance),
         _ => error(Code::StateConflict).map(|error| error.detail("failure", code.clone())),
     }

@@ -84,7 +84,7 @@ impl FromRequestParts<Services> for ByUser {
         let caller = within_limit(parts, services).await?;
         let asking = Asking::of(caller, parts, services).await?;
         has_a_role(&asking.caller)?;
-        Ok(Self(asking))
+        asking.with_its_key(parts).map(Self)
     }
 }
 
@@ -112,7 +112,7 @@ impl FromRequestParts<Services> for ByAdmin {
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
         let crate::auth::Admin(caller) = within_limit(parts, services).await?.into_admin()?;
-        Asking::of(caller, parts, services).await.map(Self)
+        Asking::of(caller, parts, services).await?.with_its_key(parts).map(Self)
     }
 }
 
@@ -121,7 +121,7 @@ impl<R: Right> FromRequestParts<Services> for May<R> {
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
         let caller = within_limit(parts, services).await?;
-        let asking = Asking::of(caller, parts, services).await?.permitted(R::ACTION).await?;
+        let asking = Asking::of(caller, parts, services).await?.permitted(R::ACTION).await?.with_its_key(parts)?;
         Ok(Self { asking, right: PhantomData })
     }
 }
@@ -186,6 +186,14 @@ fn known(caller: Caller) -> authz::Caller {
 }
 
 impl Asking {
+    /// With the key that its route asks for. To be looked at after the caller: who may not do it is not told how it is done.
+    fn with_its_key(self, parts: &request::Parts) -> Result<Self, ApiError> {
+        if self.key.is_none() && parts.extensions.get::<KeyRequired>().is_some() {
+            return Err(IdempotencyKey::required());
+        }
+        Ok(self)
+    }
+
     async fn of(caller: Caller, parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
         let route = parts.extensions.get::<MatchedPath>().map(|path| path.as_str().to_owned());
         let line = RequestLine {
@@ -194,9 +202,6 @@ impl Asking {
             path: parts.uri.path().to_owned(),
         };
         let key = if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None };
-        if key.is_none() && parts.extensions.get::<KeyRequired>().is_some() {
-            return Err(IdempotencyKey::required());
-        }
         Ok(Self {
             token_expires_at: caller.token_expires_at,
             acting: caller.acting.clone(),

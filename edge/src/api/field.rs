@@ -13,7 +13,7 @@ use crate::secret_shape::holds_a_secret;
 
 mod money;
 
-pub(crate) use money::AmountMinor;
+pub(crate) use money::{AdjustmentMinor, AmountMinor};
 
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
@@ -232,8 +232,6 @@ numbers! {
     EstimatedSeconds: u32, 1 to 31622400;
     /// Minor units of the currency (cents) per GPU and hour.
     PriceMinor: i64, 0 to 10000000;
-    /// Minor units: given where it is more than zero, taken where it is less. Policy `billing.adjustment_max_minor` may allow less.
-    AdjustmentMinor: i64, -100000000 to 100000000;
 }
 
 /// Why an administrator does something.

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue};
+use axum::http::{Extensions, HeaderMap, HeaderValue};
 use axum::response::{IntoResponse, Response};
 use domain::Machine as _;
 use domain::payment::Payment;
@@ -100,9 +100,11 @@ pub(super) async fn returned() -> Response {
 )]
 pub(super) async fn terms(
     State(services): State<Services>,
+    connection: Extensions,
     Path((payment, processor_id)): Path<(Uuid, String)>,
 ) -> Result<impl IntoResponse, ApiError> {
     page_of(&services)?;
+    services.limiter.asked_by_nobody(&connection, &services.world.policy(), services.world.now())?;
     let found = if processor_id.len() <= LONGEST_NAME { current::<Payment>(&services, payment).await? } else { None };
     let found = found.filter(|found| found.it.processor_id.as_deref() == Some(processor_id.as_str()));
     let it = found.ok_or_else(|| ApiError::not_found("payment"))?.it;

@@ -130,7 +130,8 @@ async fn of_allocation(
     };
     let refunds = account.refunded.get(&id).map(|refunded| &refunded.refunds).cloned().unwrap_or_default();
     let refund_id = made(asking, refunds.keys())?;
-    let amount = refunds.get(&refund_id).copied().unwrap_or_default();
+    let amount =
+        refunds.get(&refund_id).copied().ok_or_else(|| ApiError::internal("a refund that was made has no amount"))?;
     let view = RefundView {
         id: refund_id.0,
         payment_id: None,

@@ -1,5 +1,7 @@
 //! Turns the page of routes into a router and its description: what every route has in common is said once, here.
 
+use std::time::Duration;
+
 use axum::middleware::from_fn_with_state;
 use axum::{Extension, Router};
 use utoipa::openapi::header::HeaderBuilder;
@@ -49,6 +51,8 @@ pub(super) enum Who {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
     Get,
+    /// It reads so much that it may take longer than others, and few do so at once.
+    GetLong,
     /// Repeated, it comes to the same.
     Put,
     Patch,
@@ -64,7 +68,7 @@ pub(super) enum Verb {
 impl Verb {
     const fn name(self) -> &'static str {
         match self {
-            Self::Get => "GET",
+            Self::Get | Self::GetLong => "GET",
             Self::Put => "PUT",
             Self::Patch => "PATCH",
             Self::Delete => "DELETE",
@@ -72,6 +76,11 @@ impl Verb {
         }
     }
 }
+
+/// How long a [`Verb::GetLong`] may take: what it adds up, a turn to do so, and what is made of it.
+const LONG_READ_WITHIN: Duration = Duration::from_secs(90);
+/// How many of these are served, or wait for their turn, at once.
+const LONG_READS_AT_ONCE: usize = 64;
 
 /// One row of the page.
 pub(super) struct Row {
@@ -95,12 +104,13 @@ pub(super) struct KeyRequired;
 pub(super) struct Routes {
     open: Router<Services>,
     guarded: Router<Services>,
+    long: Router<Services>,
     api: OpenApi,
 }
 
 impl Routes {
     pub(super) fn new() -> Self {
-        Self { open: Router::new(), guarded: Router::new(), api: description() }
+        Self { open: Router::new(), guarded: Router::new(), long: Router::new(), api: description() }
     }
 
     /// Adds a row with its handler, which is described without a path of its own.
@@ -123,7 +133,9 @@ impl Routes {
         if matches!(row.who, Who::Anyone | Who::Internal) {
             self.open = self.open.merge(router);
         } else {
-            self.guarded = self.guarded.merge(router.route_layer(from_fn_with_state(row.group, in_group)));
+            let limited = router.route_layer(from_fn_with_state(row.group, in_group));
+            let routes = if row.verb == Verb::GetLong { &mut self.long } else { &mut self.guarded };
+            *routes = std::mem::take(routes).merge(limited);
         }
         self
     }
@@ -132,7 +144,8 @@ impl Routes {
     pub(super) fn finish(mut self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
         complete(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
-        (open.merge(bounded(self.guarded, timeout, at_most)), self.api)
+        let long = bounded(self.long, RequestTimeout(LONG_READ_WITHIN), Concurrency::at_most(LONG_READS_AT_ONCE));
+        (open.merge(long).merge(bounded(self.guarded, timeout, at_most)), self.api)
     }
 }
 
@@ -160,7 +173,7 @@ fn description() -> OpenApi {
 
 fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
     match verb {
-        Verb::Get => item.get.as_mut(),
+        Verb::Get | Verb::GetLong => item.get.as_mut(),
         Verb::Put => item.put.as_mut(),
         Verb::PostOnce | Verb::PostKeyed | Verb::Post => item.post.as_mut(),
         Verb::Patch => item.patch.as_mut(),
@@ -217,7 +230,7 @@ fn describe(operation: &mut Operation, row: &Row) {
             describe_key(operation, Required::False, "Taken and of no effect: the answer of this route is not stored.");
             codes.push(Code::InvalidRequest);
         }
-        Verb::Get | Verb::Put | Verb::Patch | Verb::Delete => {}
+        Verb::Get | Verb::GetLong | Verb::Put | Verb::Patch | Verb::Delete => {}
     }
     for (status, response) in refusals(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);

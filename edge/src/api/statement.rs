@@ -11,7 +11,8 @@ use chrono::{DateTime, Utc};
 use domain::Kind;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
-use persistence::read::LedgerPlace;
+use persistence::StoreError;
+use persistence::read::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use tokio::sync::Semaphore;
@@ -24,13 +25,15 @@ use super::billing::{holder_of, id_of};
 use super::stored::{Stored, current};
 use crate::body::Path;
 use crate::correlation::no_store;
-use crate::error::ApiError;
+use crate::error::{ApiError, Code};
 use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::services::Services;
 use crate::statement::{CSV, Line, Month, PDF, Rented, Rows, Statement, printed};
 
 /// Allocations and kinds that a statement has lines of their own for; the rest is put together by kind.
 const LINES: u32 = 500;
+/// Added up at the same time, each on a connection to the database; others wait.
+static ADDING_UP: Semaphore = Semaphore::const_new(4);
 /// Printed at the same time; others wait.
 static PRINTING: Semaphore = Semaphore::const_new(2);
 
@@ -254,13 +257,10 @@ async fn made(services: &Services, id: Uuid, month: Month) -> Result<Statement, 
     let account = found.ok_or_else(|| ApiError::not_found("statement"))?.it;
     let ends = places(services, &account, &[month.begins(), month.ends()]).await?;
     let [opening, closing] = ends[..] else { return Err(ApiError::internal("the ledger has not found two instants")) };
-    let sums = services.reads.ledger_sums(account.id, opening.number, closing.number, LINES).await?;
+    let sums = added_up(services, &account, opening, closing).await?;
     let ids: Vec<Uuid> = sums.iter().filter_map(|sum| sum.allocation.map(|id| id.0)).collect();
     let rented = rented(services, &ids).await?;
-    let line = |sum: persistence::read::LedgerSum| Line {
-        rented: sum.allocation.and_then(|id| rented.get(&id.0).cloned()),
-        sum,
-    };
+    let line = |sum: LedgerSum| Line { rented: sum.allocation.and_then(|id| rented.get(&id.0).cloned()), sum };
     let statement = Statement {
         account: account.id.0,
         holder: account.holder.clone(),
@@ -275,6 +275,25 @@ async fn made(services: &Services, id: Uuid, month: Month) -> Result<Statement, 
         return Err(ApiError::internal(format!("the postings of {id} in {month} do not lead from balance to balance")));
     }
     Ok(statement)
+}
+
+async fn added_up(
+    services: &Services,
+    account: &BillingAccount,
+    opening: LedgerPlace,
+    closing: LedgerPlace,
+) -> Result<Vec<LedgerSum>, ApiError> {
+    let _turn = ADDING_UP.acquire().await.map_err(ApiError::internal)?;
+    let sums = services.reads.ledger_sums(account.id, opening.number, closing.number, LINES).await;
+    sums.map_err(|error| if error.took_too_long() { too_large(error) } else { error.into() })
+}
+
+fn too_large(error: StoreError) -> ApiError {
+    let message = format!(
+        "The month has more postings than can be added up within {} s; read them page by page from the ledger, or ask again when less goes on.",
+        ADDED_UP_WITHIN.as_secs()
+    );
+    ApiError::new(Code::ServiceUnavailable, message).because(error)
 }
 
 async fn places(
@@ -325,9 +344,22 @@ fn streamed(services: &Services, statement: Statement) -> Result<Response, ApiEr
 
 async fn pages(statement: Statement) -> Result<Response, ApiError> {
     let headers = file(PDF, &statement.file_name("pdf"))?;
-    let _turn = PRINTING.acquire().await.map_err(ApiError::internal)?;
-    let printed = tokio::task::spawn_blocking(move || printed(&statement)).await.map_err(ApiError::internal)?;
+    let printed = in_turn(&PRINTING, move || printed(&statement)).await?;
     Ok((headers, no_store(), printed.map_err(ApiError::internal)?).into_response())
+}
+
+/// Does the work when it has a turn. The turn is over with the work, which goes on where nobody waits for it any more.
+async fn in_turn<T: Send + 'static>(
+    turns: &'static Semaphore,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    let turn = turns.acquire().await.map_err(ApiError::internal)?;
+    let working = tokio::task::spawn_blocking(move || {
+        let done = work();
+        drop(turn);
+        done
+    });
+    working.await.map_err(ApiError::internal)
 }
 
 type FileHeaders = [(header::HeaderName, HeaderValue); 3];
@@ -391,5 +423,29 @@ impl From<Line> for LineView {
             used_from: sum.used_from,
             used_until: sum.used_until,
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[tokio::test]
+    async fn a_turn_lasts_as_long_as_its_work_though_whoever_asked_has_left() {
+        static TURNS: Semaphore = Semaphore::const_new(1);
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let (end, ends) = mpsc::channel::<()>();
+        let asking = tokio::spawn(in_turn(&TURNS, move || {
+            begun.send(()).unwrap();
+            let _ = ends.recv();
+        }));
+        has_begun.await.unwrap();
+        asking.abort();
+        assert!(asking.await.unwrap_err().is_cancelled());
+        assert_eq!(TURNS.available_permits(), 0, "it is still at work");
+        drop(end);
+        in_turn(&TURNS, || ()).await.unwrap();
     }
 }

@@ -3,11 +3,11 @@
 use super::{Held, KeysError, Made, damaged, stored};
 use chrono::{DateTime, Utc};
 use domain::key_set::{KeySet, NewKey, Phase, Purpose};
-use ed25519_dalek::SigningKey;
+use ed25519_dalek::{SecretKey as Seed, SigningKey};
 use persistence::secrets::Secret;
 use persistence::{Reads, Secrets};
 use rand::Rng as _;
-use secrecy::{ExposeSecret as _, SecretSlice};
+use secrecy::{ExposeSecret as _, SecretBox, SecretSlice};
 use serde_json::json;
 use wire::PublicKey;
 
@@ -30,7 +30,7 @@ impl Kept {
     ) -> Result<(KeySet, Vec<Held<SigningKey>>), KeysError> {
         let stored = stored(reads, self.purpose).await?;
         if stored.is_none() {
-            secrets.get_or_create(self.first, || (random_seed(), json!({}))).await?;
+            secrets.get_or_create(self.first, || (kept(&random_seed()), json!({}))).await?;
         }
         let held = secrets.list(self.names).await?;
         let held = held.iter().map(|secret| self.signer(secret)).collect::<Result<Vec<_>, _>>()?;
@@ -54,10 +54,9 @@ impl Kept {
 
     /// A key that is to be staged.
     pub(super) fn made(&self) -> Made {
-        let value = random_seed();
-        let seed: [u8; 32] = value.expose_secret().try_into().unwrap_or_default();
-        let key = self.new_key(&SigningKey::from_bytes(&seed));
-        Made { value, public: json!({}), key }
+        let seed = random_seed();
+        let key = self.new_key(&SigningKey::from_bytes(seed.expose_secret()));
+        Made { value: kept(&seed), public: json!({}), key }
     }
 
     fn new_key(&self, key: &SigningKey) -> NewKey {
@@ -87,8 +86,11 @@ pub(super) fn in_use<'a>(
     signers.into_iter()
 }
 
-fn random_seed() -> SecretSlice<u8> {
-    let mut seed = vec![0; 32];
-    rand::rng().fill_bytes(&mut seed);
-    SecretSlice::from(seed)
+fn random_seed() -> SecretBox<Seed> {
+    SecretBox::init_with_mut(|seed: &mut Seed| rand::rng().fill_bytes(seed))
+}
+
+/// In the form in which secrets are kept.
+fn kept(seed: &SecretBox<Seed>) -> SecretSlice<u8> {
+    SecretSlice::from(seed.expose_secret().to_vec())
 }

@@ -266,7 +266,11 @@ impl Batch {
     pub(super) fn settle(self, answer: &[PgRow]) -> Vec<OutboxRow> {
         let mut outcomes: Vec<Option<Outcome>> = vec![None; self.jobs.len()];
         for row in answer {
-            for (ord, outcome) in read(row).unwrap_or_default() {
+            let read = read(row).unwrap_or_else(|error| {
+                tracing::error!(error = %error, "a row of the store's answer to a batch cannot be read");
+                Vec::new()
+            });
+            for (ord, outcome) in read {
                 let place = usize::try_from(ord - 1).unwrap_or(usize::MAX);
                 if let Some(slot) = outcomes.get_mut(place) {
                     *slot = Some(outcome);

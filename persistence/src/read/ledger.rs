@@ -200,6 +200,9 @@ impl Reads {
     pub async fn verify_ledger(&self) -> Result<LedgerReport, StoreError> {
         let begun = begin(&self.pool, "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY").await;
         let mut snapshot = begun.doing("beginning to verify the ledger")?;
+        // As long as it takes; nothing waits for a reader.
+        let unbounded = sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *snapshot).await;
+        unbounded.doing("beginning to verify the ledger")?;
         let rows = sqlx::query(ACCOUNTS).fetch_all(&mut *snapshot).await.doing("adding up the ledger")?;
         let books = sqlx::query(
             "SELECT currency, book, sum(amount)::bigint AS amount FROM ledger_entry GROUP BY currency, book",
@@ -229,7 +232,7 @@ impl Reads {
     }
 
     /// How far what the accounts of these shards believe is apart from the balance at their last posting, all together: cheap enough to
-    /// be had at any time.
+    /// be had at any time. An earlier posting that was changed does not show here; [`Reads::verify_ledger`] finds it.
     ///
     /// # Errors
     /// [`StoreError`]

@@ -3,12 +3,17 @@
 use super::ledger::EFFECT;
 use super::{LedgerRow, Reads};
 use crate::error::{Doing, StoreError};
+use crate::pool::begin;
 use domain::id::{AllocationId, BillingAccountId};
 use domain::machine::Timestamp;
 use domain::money::Micro;
 use sqlx::postgres::PgRow;
 use sqlx::{AssertSqlSafe, Row};
+use std::time::Duration;
 use uuid::Uuid;
+
+/// How long a month may take to be added up: an account with thousands of allocations has millions of postings in one.
+pub const ADDED_UP_WITHIN: Duration = Duration::from_secs(60);
 
 /// Where an account stands between two of its postings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -73,7 +78,7 @@ impl Reads {
     }
 
     /// What the postings after one number up to another come to, by allocation and kind: the `most` that moved most in the order in which
-    /// they began, then the rest by kind.
+    /// they began, then the rest by kind. It may take [`ADDED_UP_WITHIN`], however short other reads have to be.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -84,6 +89,7 @@ impl Reads {
         until: i64,
         most: u32,
     ) -> Result<Vec<LedgerSum>, StoreError> {
+        const DOING: &str = "adding up a stretch of the ledger";
         let statement = format!(
             "WITH summed AS (
                  SELECT allocation, kind, count(*) AS postings, sum({EFFECT})::bigint AS effect, sum(amount)::bigint AS amount,
@@ -100,15 +106,18 @@ impl Reads {
                       CASE WHEN is_rest THEN NULL ELSE allocation END
              ORDER BY is_rest, min(first)"
         );
+        let mut read = begin(&self.pool, "BEGIN READ ONLY").await.doing(DOING)?;
+        let within = format!("SET LOCAL statement_timeout = {}", ADDED_UP_WITHIN.as_millis());
+        sqlx::query(AssertSqlSafe(within)).execute(&mut *read).await.doing(DOING)?;
         let rows = sqlx::query(AssertSqlSafe(statement))
             .bind(account.0)
             .bind(after)
             .bind(until)
             .bind(i64::from(most))
-            .fetch_all(&self.pool)
+            .fetch_all(&mut *read)
             .await;
         let sums: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(sum).collect());
-        sums.doing("adding up a stretch of the ledger")
+        sums.doing(DOING)
     }
 
     /// The postings after one number up to another, oldest first, at most `limit`.

@@ -7,8 +7,10 @@ use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId};
 use domain::ledger::{Posting, PostingKind, Source, Usage};
 use domain::machine::Timestamp;
 use domain::money::{Currency, Micro};
-use persistence::CommitterConfig;
 use persistence::read::{LedgerFilter, LedgerPlace, LedgerSum};
+use persistence::{CommitterConfig, Reads};
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
+use std::time::Duration;
 use uuid::Uuid;
 
 fn allocation(n: u128) -> AllocationId {
@@ -164,6 +166,46 @@ async fn what_does_not_add_up_is_found() {
     let mut inspection = reads.inspect().await.unwrap();
     let sum = inspection.sum_of_entries(BillingAccountId(out_of_line.entity.id)).await.unwrap();
     assert_eq!(sum, (Micro::of(100), 2));
+}
+
+/// The same database, read by who gives up after a moment.
+fn hasty(world: &World) -> Reads {
+    let options = PgConnectOptions::clone(&world.pool().connect_options()).options([("statement_timeout", "200")]);
+    Reads::new(PgPoolOptions::new().max_connections(4).connect_lazy_with(options))
+}
+
+#[tokio::test]
+async fn what_is_large_is_added_up_though_other_reads_are_given_up_by_then() {
+    let world = World::new().await;
+    let made = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
+    world.commit(&made).await;
+    let (reads, id) = (hasty(&world), BillingAccountId(made.entity.id));
+    let mut held = world.pool().begin().await.unwrap();
+    sqlx::query("LOCK TABLE ledger IN ACCESS EXCLUSIVE MODE").execute(&mut *held).await.unwrap();
+    let (verifying, adding) = (reads.clone(), reads.clone());
+    let verifying = tokio::spawn(async move { verifying.verify_ledger().await });
+    let adding = tokio::spawn(async move { adding.ledger_sums(id, 0, 1, 10).await });
+    let given_up = reads.ledger(id, &LedgerFilter::default(), None, 10).await.unwrap_err();
+    assert!(given_up.took_too_long() && given_up.is_unavailable(), "{given_up:?}");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!verifying.is_finished() && !adding.is_finished());
+    held.rollback().await.unwrap();
+    assert!(verifying.await.unwrap().unwrap().holds());
+    assert_eq!(adding.await.unwrap().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn an_account_that_is_not_added_up_in_time_keeps_no_other_from_being_inspected() {
+    let world = World::new().await;
+    let made = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
+    world.commit(&made).await;
+    let (reads, id) = (hasty(&world), BillingAccountId(made.entity.id));
+    let mut held = world.pool().begin().await.unwrap();
+    sqlx::query("LOCK TABLE ledger IN ACCESS EXCLUSIVE MODE").execute(&mut *held).await.unwrap();
+    let mut inspection = reads.inspect().await.unwrap();
+    assert!(inspection.sum_of_entries(id).await.unwrap_err().took_too_long());
+    held.rollback().await.unwrap();
+    assert_eq!(inspection.sum_of_entries(id).await.unwrap(), (Micro::of(100), 1));
 }
 
 #[tokio::test]

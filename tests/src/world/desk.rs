@@ -107,8 +107,14 @@ pub fn intent(id: &str, of: PaymentId, amount: i64, status: &str) -> Value {
 /// The header for a body, made so long ago, by a scheme.
 #[must_use]
 pub fn signature(scheme: &str, seconds_ago: i64, body: &str) -> String {
+    signature_under(SECRET, scheme, seconds_ago, body)
+}
+
+/// The same under another processor's secret.
+#[must_use]
+pub fn signature_under(secret: &str, scheme: &str, seconds_ago: i64, body: &str) -> String {
     let at = Utc::now().timestamp() - seconds_ago;
-    let mut mac = Hmac::<Sha256>::new_from_slice(SECRET.as_bytes()).expect("a key of any length will do");
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret.as_bytes()).expect("a key of any length will do");
     mac.update(format!("{at}.{body}").as_bytes());
     format!("t={at},{scheme}={}", hex::encode(mac.finalize().into_bytes()))
 }

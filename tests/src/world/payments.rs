@@ -1,9 +1,11 @@
 //! The payment processor of a world, and people who pay.
 
+use super::client::{Answer, answer_to};
+use super::desk::signature_under;
 use super::line::Line;
 use super::{World, id_of};
 use domain::payment::Payment;
-use secrecy::ExposeSecret as _;
+use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
@@ -33,6 +35,17 @@ pub struct Begun {
     pub id: Uuid,
     /// What the processor calls it.
     pub intent: String,
+}
+
+/// Whoever deals with the processor past us, and speaks in its name: can be taken along into a task of its own while the world is broken.
+#[derive(Clone)]
+pub struct Outside {
+    http: reqwest::Client,
+    processor: String,
+    secret_key: SecretString,
+    webhook_secret: SecretString,
+    /// Where each replica takes webhooks in.
+    webhooks: Vec<String>,
 }
 
 impl Payments {
@@ -79,6 +92,19 @@ impl World {
         &self.payments.as_ref().expect("the plan has a processor").processor
     }
 
+    /// A hold on the processor from outside.
+    #[must_use]
+    pub fn outside(&self) -> Outside {
+        let processor = self.processor();
+        Outside {
+            http: self.admin.http().clone(),
+            processor: processor.url(),
+            secret_key: processor.secret_key().clone(),
+            webhook_secret: processor.webhook_secret().clone(),
+            webhooks: self.replicas.iter().map(supervisors::dev::replica::Replica::webhook_url).collect(),
+        }
+    }
+
     /// `user` begins a payment.
     pub async fn begin_payment(&mut self, amount_minor: i64) -> Begun {
         let wanted = checkout(amount_minor);
@@ -119,6 +145,61 @@ impl World {
         let entity = domain::EntityRef { kind: domain::Kind::Payment, id };
         let snapshot = persistence::Reads::new(self.pool.clone()).snapshot(entity).await.expect("the database answers");
         snapshot.map(|snapshot| serde_json::from_str(&snapshot.body).expect("a payment can be read"))
+    }
+}
+
+impl Outside {
+    /// Pays an intent with a card that works, as a browser does.
+    pub async fn pay(&self, intent: &str) -> Answer {
+        let path = format!("/v1/payment_intents/{intent}");
+        self.post(&path, &[("payment_method", CARD)]).await;
+        self.post(&format!("{path}/confirm"), &[]).await
+    }
+
+    async fn post(&self, path: &str, form: &[(&str, &str)]) -> Answer {
+        let request = self.http.post(format!("{}{path}", self.processor)).form(form);
+        answer_to(request.bearer_auth(self.secret_key.expose_secret())).await.expect("the processor answers")
+    }
+
+    /// The processor's own books: all that it has of a kind.
+    pub async fn all(&self, kind: &str) -> Vec<Value> {
+        const MOST: usize = 100;
+        let request = self.http.get(format!("{}/v1/{kind}?limit={MOST}", self.processor));
+        let list =
+            answer_to(request.bearer_auth(self.secret_key.expose_secret())).await.expect("the processor answers").ok();
+        let objects = list["data"].as_array().expect("a list has objects").clone();
+        assert!(objects.len() < MOST, "there may be more {kind} than one page has");
+        objects
+    }
+
+    /// How many replicas take webhooks in.
+    #[must_use]
+    pub const fn replicas(&self) -> usize {
+        self.webhooks.len()
+    }
+
+    /// Says it to a replica in the processor's name, under the signature that it would have.
+    ///
+    /// # Errors
+    /// Where no whole answer came.
+    pub async fn say(&self, replica: usize, body: &str) -> Result<Answer, reqwest::Error> {
+        let signature = signature_under(self.webhook_secret.expose_secret(), "v1", 0, body);
+        self.say_under(replica, &signature, body).await
+    }
+
+    /// The same under any signature; see [`Outside::signature`].
+    ///
+    /// # Errors
+    /// Where no whole answer came.
+    pub async fn say_under(&self, replica: usize, signature: &str, body: &str) -> Result<Answer, reqwest::Error> {
+        let request = self.http.post(&self.webhooks[replica]).header("content-type", "application/json");
+        answer_to(request.header("stripe-signature", signature).body(body.to_owned())).await
+    }
+
+    /// The header for a body, by the processor's own secret.
+    #[must_use]
+    pub fn signature(&self, scheme: &str, seconds_ago: i64, body: &str) -> String {
+        signature_under(self.webhook_secret.expose_secret(), scheme, seconds_ago, body)
     }
 }
 

@@ -48,6 +48,8 @@ pub struct Plan {
     processor: Option<bool>,
     /// Whether the replicas, and Postgres, have a clock of their own.
     own_clocks: (bool, bool),
+    /// The one replica that has it, where the others go by the machine's.
+    clocked_replica: Option<usize>,
 }
 
 impl Default for Plan {
@@ -61,6 +63,7 @@ impl Default for Plan {
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
             processor: None,
             own_clocks: (false, false),
+            clocked_replica: None,
         }
     }
 }
@@ -113,6 +116,12 @@ impl Plan {
         self
     }
 
+    /// This replica alone has one: it and the others do not agree about the time.
+    pub fn clock_of(mut self, replica: usize) -> Self {
+        self.clocked_replica = Some(replica);
+        self.service_clock()
+    }
+
     /// Postgres has one.
     pub fn postgres_clock(mut self) -> Self {
         self.own_clocks.1 = true;
@@ -132,7 +141,7 @@ impl Plan {
         }
     }
 
-    async fn try_start(self) -> anyhow::Result<World> {
+    async fn try_start(mut self) -> anyhow::Result<World> {
         // Fails only where one is installed already, which is this one.
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let binaries = self.binaries.clone().map_or_else(own_build, Ok)?;
@@ -150,6 +159,11 @@ impl Plan {
         let clock = |wanted: bool, name: &str| wanted.then(|| Clock::new(&run.join(name))).transpose();
         let service_clock = clock(self.own_clocks.0, "service-clock")?;
         let postgres_clock = clock(self.own_clocks.1, "postgres-clock")?;
+        let clocked = service_clock.iter().flat_map(Clock::variables);
+        match self.clocked_replica {
+            Some(index) => self.own_variables.extend(clocked.map(|(name, value)| (index, name, value))),
+            None => self.variables.extend(clocked),
+        }
         let environment = postgres_clock.as_ref().map(Clock::variables).unwrap_or_default();
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (postgres, nats, identity) = tokio::try_join!(
@@ -182,12 +196,7 @@ impl Plan {
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node_balancer.address()),
             stats_token: files::random_hex(32).into(),
-            variables: service_clock
-                .iter()
-                .flat_map(Clock::variables)
-                .chain(payments.iter().flat_map(Payments::variables))
-                .chain(self.variables)
-                .collect(),
+            variables: payments.iter().flat_map(Payments::variables).chain(self.variables).collect(),
         };
         let nats_lines = try_join_all(names.iter().map(|_| Line::to(nats.address()))).await?;
         let starting =

@@ -14,6 +14,7 @@ use domain::authz::{Action, authorize};
 use domain::billing_account::{BillingAccount, Holder, Rejection as AccountRejection};
 use domain::money::Currency;
 use domain::payment::{Command, Payment, Phase, Rejection, Reply};
+use domain::policy::Key;
 use domain::{BillingAccountId, Machine as _, PaymentId, Principal};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
@@ -22,7 +23,7 @@ use uuid::Uuid;
 
 use actors::AskError;
 
-use crate::answer::{Explain as _, not_answered};
+use crate::answer::{Explain as _, limited_by, not_answered};
 use crate::api::asking::{ByUser, replayed};
 use crate::api::billing::{holder_of, id_of};
 use crate::api::field::{AmountMinor, CurrencyCode, ReturnUrl};
@@ -240,12 +241,12 @@ fn payment_in(reply: Reply) -> Result<Payment, ApiError> {
 
 /// Names the policy that an amount is outside of.
 fn not_created(error: AskError<Rejection>, amount_minor: i64) -> ApiError {
-    let policy_key = match &error {
-        AskError::Rejected(Rejection::Amount { min, .. }) if amount_minor < *min => "billing.minimum_deposit_minor",
-        AskError::Rejected(Rejection::Amount { .. }) => "billing.maximum_deposit_minor",
-        _ => return not_answered(error),
-    };
-    not_answered(error).detail("policy_key", policy_key)
+    match error {
+        AskError::Rejected(Rejection::Amount { min, .. }) if amount_minor < min => {
+            limited_by(not_answered(error), Key::BillingMinimumDeposit, min)
+        }
+        error => not_answered(error),
+    }
 }
 
 /// In which it is paid: the account's, and before there is one the service's.

@@ -32,10 +32,11 @@ fn rows() -> Vec<(String, String, String)> {
         let mut words = line.split_whitespace();
         let (who, verb, path) = (words.next()?, words.next()?, words.next()?);
         let path = path.strip_prefix('"')?.strip_suffix('"')?;
-        let verb = verb.strip_suffix("Once").unwrap_or(verb);
+        // How it is served does not change its method.
+        let method = ["Once", "Keyed", "Long"].iter().find_map(|how| verb.strip_suffix(how)).unwrap_or(verb);
         // The rate limit's group, where it is not the usual one.
         let arrow = words.find(|word| !word.starts_with('('))?;
-        (arrow == "=>").then(|| (who.to_owned(), verb.to_uppercase(), path.to_owned()))
+        (arrow == "=>").then(|| (who.to_owned(), method.to_uppercase(), path.to_owned()))
     };
     source.lines().filter_map(row).collect()
 }

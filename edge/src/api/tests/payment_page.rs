@@ -94,6 +94,22 @@ async fn what_is_to_be_paid_is_told_to_whoever_has_the_address() {
 }
 
 #[tokio::test]
+async fn whoever_guesses_at_payments_is_held_up_by_their_address() {
+    let world = World::with_till(&Till::default()).await;
+    world.set_policy(domain::policy::Key::RateLimitAuthenticationFailures, 10);
+    let guess = async |last: u8| {
+        let path = format!("/billing/checkout/{}/terms/pi_1", Uuid::new_v4());
+        world.get(&path).from([192, 0, 2, last]).send().await
+    };
+    for _ in 0..10 {
+        guess(7).await.refused(404, "not_found");
+    }
+    let slowed = guess(7).await;
+    assert_eq!(slowed.refused(429, "rate_limited")["policy_key"], "rate_limit.authentication_failures_per_minute");
+    guess(8).await.refused(404, "not_found");
+}
+
+#[tokio::test]
 async fn where_the_processor_has_a_page_there_is_none_of_ours() {
     let hosted = World::with_till(&Till::hosted()).await;
     for world in [&hosted, &World::new().await] {
