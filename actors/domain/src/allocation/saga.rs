@@ -286,7 +286,14 @@ impl Allocation {
     }
 
     /// Provisioning came to nothing: whatever the node did of it is cleaned up like any tenant, unbilled.
-    pub(super) fn compensate(&self, node_id: NodeId, placed: &Placed, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn compensate(
+        &self,
+        node_id: NodeId,
+        placed: &Placed,
+        code: &str,
+        message: &str,
+        ctx: &Ctx<'_>,
+    ) -> Step<Self> {
         let mut next = self.clone();
         next.failure = Some(Failure {
             phase: "provisioning".to_owned(),
