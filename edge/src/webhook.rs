@@ -4,8 +4,10 @@
 //! that. Whatever goes wrong before it is stored is answered so that the processor sends it again, and nothing is lost; what came before is
 //! answered as if it had come for the first time, and does nothing.
 
+mod body;
 mod counters;
 
+pub use body::{body_of, kept};
 pub use counters::{COUNTERS, Counters};
 
 use actors::AskError;
@@ -14,15 +16,10 @@ use axum::extract::{Request, State};
 use axum::http::HeaderMap;
 use axum::routing::post;
 use axum::{Extension, Json, Router};
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::processor_event::{Command, ProcessorEvent, Rejection};
 use domain::{Action, Kind, Principal};
-use persistence::envelope::{EnvelopeError, KeyRing};
-use persistence::rewrap::body_place;
-use secrecy::SecretSlice;
 use serde::Serialize;
 use std::time::Duration;
 use uuid::Uuid;
@@ -95,15 +92,6 @@ pub fn id_of_event(event_id: &str) -> Uuid {
     id_of_name(Kind::ProcessorEvent, event_id)
 }
 
-/// The body of a stored event, as it came.
-///
-/// # Errors
-/// [`EnvelopeError`]; `None` where it was forgotten.
-pub fn body_of(ring: &KeyRing, event: &ProcessorEvent) -> Option<Result<SecretSlice<u8>, EnvelopeError>> {
-    let sealed = STANDARD.decode(event.body_enc.as_ref()?).map_err(|_| EnvelopeError::Refused);
-    Some(sealed.and_then(|sealed| ring.open(&body_place(&event.id.to_string()), &sealed)))
-}
-
 fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
     let mut given = headers.get_all(SIGNATURE).iter();
     let (Some(signature), None) = (given.next(), given.next()) else { return Err(SignatureError::NoHeader) };
@@ -112,15 +100,14 @@ fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
 
 /// Kept once, whoever else takes it in at this moment.
 async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
-    let sealed = services.trust.at_rest.seal(&body_place(&id.to_string()), body);
-    let sealed = sealed.map_err(|error| not_stored(ApiError::internal(error)))?;
+    let body_enc = kept(&services.trust.at_rest, id, body).map_err(|error| not_stored(ApiError::internal(error)))?;
     let receive = Command::Receive {
         digest: hex::encode(event.digest()),
         object_id: event.object_id(),
         occurred_at: event.occurred_at,
         event_id: event.id,
         event_type: event.event_type,
-        body_enc: STANDARD.encode(sealed),
+        body_enc,
     };
     let permit = authorize(&Principal::system("webhook"), Action::Advance).map_err(ApiError::internal)?;
     let asked = scope.asked(&permit, services.world.now() + STORED_WITHIN);

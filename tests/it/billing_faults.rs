@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use tests::world::held::{Held, Then, WRITES};
 use tests::world::tenants::Rented;
 use tests::world::{CURRENCY, PATIENCE, World};
 use uuid::Uuid;
@@ -128,29 +129,8 @@ enum Lock {
     Account,
 }
 
-impl Lock {
-    fn statement(self, account: Uuid) -> String {
-        match self {
-            Self::Table(name) => format!("LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"),
-            Self::Account => format!("SELECT FROM entity WHERE id = '{account}' FOR UPDATE"),
-        }
-    }
-}
-
-/// What becomes of the statement when who sent it is dead.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Then {
-    /// It was a read.
-    Nothing,
-    /// It never happens.
-    CutOff,
-    /// It happens all the same, and nobody is told.
-    Written,
-}
-
 const LOOKS: &str = "SELECT entity, kind, shard, wake_at%";
-const LOADS: &str = "SELECT id, kind, version, body::text FROM entity%";
-const WRITES: &str = "-- One batch of transitions%";
+const LOADS: &str = "SELECT found.id, found.kind, found.version%";
 
 const STEPS: [Step; 4] = [
     Step { lock: Lock::Table("deadline"), waits: LOOKS, then: Then::Nothing },
@@ -170,25 +150,14 @@ async fn a_death_at_any_step_of_accrual_charges_each_window_once() {
         .expect("it was charged");
     for step in STEPS {
         charged_beyond(&world, rented.id, Utc::now() - TimeDelta::seconds(1)).await;
-        let mut held = pool.begin().await.expect("a transaction");
-        let lock = sqlx::AssertSqlSafe(step.lock.statement(account));
-        sqlx::query(lock).execute(&mut *held).await.expect("the lock is free in time");
-        until(step.waits, || async { !waiting(&pool, step.waits).await.is_empty() }).await;
+        let mut held = match step.lock {
+            Lock::Table(name) => world.hold_table(name).await,
+            Lock::Account => world.hold(account).await,
+        };
+        held.expect_waiting(step.waits).await;
         let before = windows_held(&mut held, rented.id, step).await;
         world.kill9_replica(0);
-        if step.then == Then::CutOff {
-            for backend in waiting(&pool, step.waits).await {
-                let ended: bool = sqlx::query_scalar("SELECT pg_terminate_backend($1, 5000)")
-                    .bind(backend)
-                    .fetch_one(&pool)
-                    .await
-                    .expect("a backend can be ended");
-                assert!(ended, "{}", step.waits);
-            }
-        }
-        held.rollback().await.expect("the lock is given back");
-        until("what it had sent has ended", || async { waiting(&pool, step.waits).await.is_empty() }).await;
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        held.give_back(step.waits, step.then).await;
         let after = windows(&pool, rented.id).await.len();
         match step.then {
             // A window that was on its way as the table was locked, at most.
@@ -202,22 +171,11 @@ async fn a_death_at_any_step_of_accrual_charges_each_window_once() {
     world.end().await;
 }
 
-/// The server processes that wait for a lock with such a statement.
-async fn waiting(pool: &PgPool, statement: &str) -> Vec<i32> {
-    sqlx::query_scalar(
-        "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1 AND pid <> pg_backend_pid()",
-    )
-    .bind(statement)
-    .fetch_all(pool)
-    .await
-    .expect("the activity can be read")
-}
-
 /// How many windows were charged, read by who holds the lock.
-async fn windows_held(held: &mut sqlx::PgConnection, allocation: Uuid, step: Step) -> usize {
+async fn windows_held(held: &mut Held, allocation: Uuid, step: Step) -> usize {
     let count: i64 = sqlx::query_scalar("SELECT count(*) FROM ledger WHERE allocation = $1 AND kind = 'usage'")
         .bind(allocation)
-        .fetch_one(held)
+        .fetch_one(held.reader())
         .await
         .unwrap_or_else(|error| panic!("{step:?}: {error}"));
     usize::try_from(count).unwrap()

@@ -26,6 +26,7 @@ mod openapi;
 mod payment_page;
 mod payments;
 mod payments_chaos;
+mod payments_deaths;
 mod payments_processor;
 mod platform_roles;
 mod policy;

@@ -1,5 +1,6 @@
 //! The payment processor, a server that somebody else wrote: what is paid there is in the account and what is asked back is paid back once,
-//! whoever dies, hangs or does not hear in between. No webhook comes here: what nobody tells of is found.
+//! whoever dies, hangs or does not hear in between. No webhook comes here: what nobody tells of is found. Deaths at our own commits are in
+//! `payments_deaths`.
 
 use domain::payment::{RefundStatus, Taking};
 use domain::{PaymentId, RefundId};
@@ -98,7 +99,7 @@ async fn figure(world: &World, replica: usize, name: &str) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deposit_survives_kill_9_at_every_step() {
+async fn a_deposit_survives_kill_9_while_it_is_opened_and_while_it_is_paid() {
     // Nobody compares any books: the payment finds out by itself.
     let mut world = reconciled_every(86_400).start().await;
 
@@ -119,14 +120,9 @@ async fn a_deposit_survives_kill_9_at_every_step() {
         |intent: &Value| intent["metadata"]["payment_id"] == begun.id.to_string() && intent["status"] != "canceled";
     assert_eq!(there(&world, "payment_intents", is_open).await.len(), 1, "one can be paid");
 
-    // Paid while nobody is there, and killed again while it is told and posted.
+    // Paid while nobody is there.
     world.kill9_replica(0);
     world.pay(&begun).await;
-    for pause in [0, 300, 900] {
-        world.restart_replica(0).await;
-        tokio::time::sleep(Duration::from_millis(pause)).await;
-        world.kill9_replica(0);
-    }
     world.restart_replica(0).await;
     world.expect_payment(&begun, "deposited").await;
     expect_balance(&world, DEPOSIT).await;
@@ -134,7 +130,7 @@ async fn a_deposit_survives_kill_9_at_every_step() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refund_survives_kill_9_at_every_step_and_is_paid_once() {
+async fn a_refund_survives_kill_9_around_the_processor_and_is_paid_once() {
     let mut world = reconciled_every(86_400).start().await;
     let begun = world.top_up(DEPOSIT).await;
     expect_balance(&world, DEPOSIT).await;
@@ -149,16 +145,11 @@ async fn a_refund_survives_kill_9_at_every_step_and_is_paid_once() {
     expect_refund(&world, &begun, refund, RefundStatus::Succeeded).await;
     expect_balance(&world, DEPOSIT - 2_000).await;
 
-    // Before the processor is asked, and around it.
+    // Before the processor can be asked.
     world.payments().line.cut();
     let refund = ask_back(&world, &begun, 1_000).await;
     world.kill9_replica(0);
     world.payments().line.mend();
-    for pause in [0, 400, 1_200] {
-        world.restart_replica(0).await;
-        tokio::time::sleep(Duration::from_millis(pause)).await;
-        world.kill9_replica(0);
-    }
     world.restart_replica(0).await;
     expect_refund(&world, &begun, refund, RefundStatus::Succeeded).await;
     expect_balance(&world, DEPOSIT - 3_000).await;

@@ -26,6 +26,7 @@ pub mod desk;
 mod end;
 pub mod gpuctl;
 pub mod hand;
+pub mod held;
 pub mod ingress;
 pub mod line;
 mod logs;

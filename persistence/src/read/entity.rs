@@ -94,8 +94,13 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn snapshots(&self, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
-        let query = sqlx::query("SELECT id, kind, version, body::text FROM entity WHERE id = ANY ($1)")
-            .bind(entities.iter().map(|entity| entity.id).collect::<Vec<_>>());
+        // Each by the index: a plan for the whole list, made while the table was small, would read all of it for as long as it is kept.
+        let query = sqlx::query(
+            "SELECT found.id, found.kind, found.version, found.body::text
+             FROM unnest($1::uuid[]) AS wanted (id)
+             CROSS JOIN LATERAL (SELECT id, kind, version, body FROM entity WHERE id = wanted.id LIMIT 1) AS found",
+        )
+        .bind(entities.iter().map(|entity| entity.id).collect::<Vec<_>>());
         let rows = self.kept.fetch_all(query).await.doing("loading entities")?;
         // One of another kind is not the one that was asked for.
         let wanted: HashSet<_> = entities.iter().copied().collect();

@@ -222,7 +222,7 @@ mod tests {
     use domain::again::Again;
     use domain::processor_event::Phase;
     use edge::processor::{RefundStatus, Status};
-    use persistence::rewrap::body_place;
+    use edge::webhook::kept;
     use serde_json::{Value, json};
     use uuid::Uuid;
 
@@ -234,7 +234,6 @@ mod tests {
     fn stored(n: u128, event_type: &str, object: &Value) -> ProcessorEvent {
         let id = Uuid::from_u128(n);
         let body = json!({ "id": format!("evt_{n}"), "type": event_type, "data": { "object": object } }).to_string();
-        let sealed = ring().seal(&body_place(&id.to_string()), body.as_bytes()).unwrap();
         ProcessorEvent {
             id: ProcessorEventId(id),
             event_id: format!("evt_{n}"),
@@ -243,7 +242,7 @@ mod tests {
             occurred_at: None,
             received_at: Utc::now(),
             digest: String::new(),
-            body_enc: Some(STANDARD.encode(sealed)),
+            body_enc: Some(kept(&ring(), id, body.as_bytes()).unwrap()),
             attempts: 0,
             last_error: None,
             phase: Phase::Received { again: Again::first(Utc::now()) },
