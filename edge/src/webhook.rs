@@ -98,9 +98,10 @@ fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
     signature.to_str().map(str::to_owned).map_err(|_| SignatureError::Unreadable)
 }
 
-/// Kept once, whoever else takes it in at this moment.
+/// Kept once, whoever else takes it in at this moment; and where nothing follows from its type, that is all.
 async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
     let body_enc = kept(&services.trust.at_rest, id, body).map_err(|error| not_stored(ApiError::internal(error)))?;
+    let nothing_follows = !event.is_of_consequence();
     let receive = Command::Receive {
         digest: hex::encode(event.digest()),
         object_id: event.object_id(),
@@ -108,11 +109,17 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
         event_id: event.id,
         event_type: event.event_type,
         body_enc,
+        nothing_follows,
     };
     let permit = authorize(&Principal::system("webhook"), Action::Advance).map_err(ApiError::internal)?;
     let asked = scope.asked(&permit, services.world.now() + STORED_WITHIN);
     match services.directory.ask::<ProcessorEvent>(&permit, id, receive, asked).await {
-        Ok(_) => Ok(()),
+        Ok(answered) => {
+            if nothing_follows && answered.written {
+                COUNTERS.processed();
+            }
+            Ok(())
+        }
         Err(AskError::Rejected(Rejection::Differs)) => {
             let message =
                 "Another event came under this id before, and that one is kept; an event's id is never used twice.";

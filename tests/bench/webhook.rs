@@ -1,6 +1,7 @@
 //! Webhooks taken in, a second, against a plain handler in the same run that checks the same signature and does one INSERT for each event.
-//! Ours keeps each event sealed, with its history and what follows from it, and works on it while the next ones come in. Both ends speak
-//! HTTP/1.1 over TLS on kept connections, each as a process of its own.
+//! Ours keeps each event sealed, with its history and what follows from it, and works on it while the next ones come in: those of payments, of
+//! which each is told to whom it concerns (here to nobody: others share the account). Beside that, events from which nothing follows.
+//! Both ends speak HTTP/1.1 over TLS on kept connections, each as a process of its own.
 
 use anyhow::{Context, ensure};
 use axum::Router;
@@ -68,45 +69,54 @@ async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
     let ours = connect(url.strip_suffix(PATH).context("a webhook URL ends with its path")?, world).await?;
     let theirs = connect(&plain.url, world).await?;
     for callers in [&ours, &theirs] {
-        load(callers, Duration::from_secs(1)).await?;
+        load(callers, PAYMENT, Duration::from_secs(1)).await?;
     }
     drained(world).await?;
     let mut turns = Turns::default();
-    let (mut worked, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut worked, mut kept, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for _ in 0..plan.rounds {
         let began = Instant::now();
-        let (rate, taken) = load(&ours, plan.each).await?;
+        let (rate, taken) = load(&ours, PAYMENT, plan.each).await?;
         drained(world).await?;
         worked.push(taken as f64 / began.elapsed().as_secs_f64());
-        turns.round(rate, load(&theirs, plan.each).await?.0);
+        turns.round(rate, load(&theirs, PAYMENT, plan.each).await?.0);
+        kept.push(load(&ours, OF_NO_CONSEQUENCE, plan.each).await?.0);
         let times = paced(&ours, plan.each, rate / 2.0).await?;
         p50.push(times.value_at_quantile(0.5) as f64 / 1000.0);
         p99.push(times.value_at_quantile(0.99) as f64 / 1000.0);
         drained(world).await?;
     }
-    let met = if turns.ours() >= AIM_PER_SECOND { "met" } else { "missed" };
+    let met = |rate: f64| if rate >= AIM_PER_SECOND { "met" } else { "missed" };
+    let kept = median(&kept);
     Ok(Report::new("webhook", "events/s", "a plain axum handler and an INSERT", &turns)
         .figure("taken_in_and_worked_on_per_second", rounded(median(&worked)))
         .figure("p50_ms_at_half_load", rounded(median(&p50)))
         .figure("p99_ms_at_half_load", rounded(median(&p99)))
-        .figure("aim_2000_per_second", met)
+        .figure("of_no_consequence_per_second", rounded(kept))
+        .figure("aim_2000_per_second", met(turns.ours()))
+        .figure("aim_2000_per_second_of_no_consequence", met(kept))
         .condition("replicas", 1)
         .condition("connections", AT_ONCE)
-        .condition("body_bytes", body(0).len()))
+        .condition("body_bytes", body(0, PAYMENT).len()))
 }
 
-/// An event of usual size from which nothing follows.
-fn body(number: u64) -> String {
+/// Of somebody's payment.
+const PAYMENT: &str = "payment_intent.succeeded";
+const OF_NO_CONSEQUENCE: &str = "invoice.updated";
+
+/// An event of usual size.
+fn body(number: u64, event_type: &str) -> String {
     let lines: Vec<Value> = (0..12)
         .map(|line| json!({ "id": format!("il_{number}_{line}"), "amount": 1_000 + line, "currency": "usd", "description": "one of a dozen lines" }))
         .collect();
-    let object =
-        json!({ "id": format!("in_{number}"), "object": "invoice", "currency": "usd", "lines": { "data": lines } });
-    event(&format!("evt_{number}"), "invoice.updated", &object)
+    let object = json!({
+        "id": format!("pi_{number}"), "amount": 12_066, "currency": "usd", "status": "succeeded", "lines": { "data": lines },
+    });
+    event(&format!("evt_{number}"), event_type, &object)
 }
 
-fn next() -> Request {
-    let body = body(NUMBER.fetch_add(1, Ordering::Relaxed));
+fn next(event_type: &str) -> Request {
+    let body = body(NUMBER.fetch_add(1, Ordering::Relaxed), event_type);
     Request::signed(PATH, &signature("v1", 0, &body), &body)
 }
 
@@ -117,13 +127,13 @@ async fn connect(base: &str, world: &World) -> anyhow::Result<Vec<Mutex<Caller>>
 }
 
 /// Answers a second on all connections at once, and how many there were.
-async fn load(callers: &[Mutex<Caller>], during: Duration) -> anyhow::Result<(f64, u64)> {
+async fn load(callers: &[Mutex<Caller>], event_type: &str, during: Duration) -> anyhow::Result<(f64, u64)> {
     let began = Instant::now();
     let one = async |caller: &Mutex<Caller>| {
         let mut caller = caller.lock().await;
         let mut done = 0_u64;
         while began.elapsed() < during {
-            caller.ask(&next()).await?;
+            caller.ask(&next(event_type)).await?;
             done += 1;
         }
         anyhow::Ok(done)
@@ -146,7 +156,7 @@ async fn paced(callers: &[Mutex<Caller>], during: Duration, per_second: f64) -> 
         let mut due = began + interval.mul_f64(number as f64 / AT_ONCE as f64);
         while due.duration_since(began) < during {
             tokio::time::sleep_until(due.into()).await;
-            caller.ask(&next()).await?;
+            caller.ask(&next(PAYMENT)).await?;
             times.record(u64::try_from(due.elapsed().as_micros())?)?;
             due += interval;
         }

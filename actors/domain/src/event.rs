@@ -138,6 +138,14 @@ pub enum Event {
         #[serde(default)]
         is_again: bool,
     },
+    /// What was paid cannot be: the account is in another currency.
+    DepositRefused {
+        payment_id: PaymentId,
+        account_id: BillingAccountId,
+        reason: String,
+        #[serde(default)]
+        is_again: bool,
+    },
     /// So much is set aside for the payer; where it is refused, nothing.
     RefundTaken {
         payment_id: PaymentId,
@@ -467,6 +475,7 @@ impl Event {
             Self::AllocationUncovered { .. } => ("billing.allocation_uncovered", Billing),
             Self::AllocationMetered { .. } => ("billing.allocation_metered", Billing),
             Self::PaymentDeposited { .. } => ("billing.payment_deposited", Billing),
+            Self::DepositRefused { .. } => ("billing.deposit_refused", Billing),
             Self::RefundTaken { .. } => ("billing.refund_taken", Billing),
             Self::RefundRefused { .. } => ("billing.refund_refused", Billing),
             Self::RefundGivenBack { .. } => ("billing.refund_given_back", Billing),
@@ -534,6 +543,7 @@ impl Event {
                 EntityRef { kind: Kind::BillingAccount, id: account_id.0 }
             }
             Self::PaymentDeposited { payment_id, .. }
+            | Self::DepositRefused { payment_id, .. }
             | Self::RefundTaken { payment_id, .. }
             | Self::RefundRefused { payment_id, .. }
             | Self::RefundGivenBack { payment_id, .. }
@@ -647,6 +657,9 @@ impl Event {
                 Reaction::Allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
             }
             Self::PaymentDeposited { payment_id, .. } => Reaction::Payment(payment_id, ToPayment::Deposited),
+            Self::DepositRefused { payment_id, reason, .. } => {
+                Reaction::Payment(payment_id, ToPayment::DepositRefused { why: reason })
+            }
             Self::RefundTaken { payment_id, refund_id, amount_minor, .. } => {
                 Reaction::Payment(payment_id, ToPayment::RefundTaken { refund_id, amount_minor })
             }
@@ -806,6 +819,7 @@ pub(crate) mod tests {
             Event::ProcessorEventDue { processor_event_id: ProcessorEventId(Uuid::from_u128(10)) },
             Event::RefundSucceeded { payment_id, refund_id },
             Event::TerminalsCutOff { node_id },
+            Event::DepositRefused { payment_id, account_id, reason: text(), is_again: false },
         ]
     }
 
@@ -862,6 +876,7 @@ pub(crate) mod tests {
             Event::ProcessorEventDue { .. } => 47,
             Event::RefundSucceeded { .. } => 48,
             Event::TerminalsCutOff { .. } => 49,
+            Event::DepositRefused { .. } => 50,
         }
     }
 

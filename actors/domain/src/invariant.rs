@@ -98,7 +98,7 @@ pub const fn account_is_transient(account: &BillingAccount) -> bool {
 pub fn payment_is_transient(payment: &Payment) -> bool {
     match payment.phase {
         payment::Phase::Created { .. } | payment::Phase::Open { .. } | payment::Phase::Paid { .. } => true,
-        payment::Phase::Deposited { .. } => !payment.is_settled(),
+        payment::Phase::Deposited { .. } | payment::Phase::Refused { .. } => !payment.is_settled(),
         payment::Phase::Canceled { .. } | payment::Phase::Expired { .. } => false,
     }
 }

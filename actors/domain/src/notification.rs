@@ -140,6 +140,7 @@ pub const TOLD: &[(Stream, &[&str])] = &[
             "billing.balance_low",
             "billing.balance_depleted",
             "billing.payment_deposited",
+            "billing.deposit_refused",
             "billing.refund_succeeded",
             "billing.refund_refused",
             "billing.refund_given_back",
@@ -171,6 +172,7 @@ impl Notice {
         match event.clone() {
             // The payment had not heard it; whom else it concerns was told the first time.
             Event::PaymentDeposited { is_again: true, .. }
+            | Event::DepositRefused { is_again: true, .. }
             | Event::RefundRefused { is_again: true, .. }
             | Event::RefundGivenBack { is_again: true, .. }
             | Event::ReversalPosted { is_again: true, .. } => Vec::new(),
@@ -231,6 +233,10 @@ impl Notice {
             }
             Event::PaymentDeposited { payment_id, account_id, .. } => {
                 of_payment(payment_id, Data { account_id: Some(account_id), ..in_state("deposited") })
+            }
+            Event::DepositRefused { payment_id, account_id, reason, .. } => {
+                let data = Data { account_id: Some(account_id), reason: Some(reason), ..in_state("refused") };
+                of_payment(payment_id, data)
             }
             Event::RefundSucceeded { payment_id, refund_id } => {
                 of_payment(payment_id, Data { refund_id: Some(refund_id), ..in_state("succeeded") })

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
-//!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired
+//!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
 //! ```
 //!
 //! Whoever has paid has paid: money that arrives after an end counts as any other. What the processor says comes late, twice, in any order or
@@ -90,6 +90,12 @@ pub enum Phase {
         paid_at: Timestamp,
         at: Timestamp,
     },
+    /// No account can have it: it goes back to its payer.
+    Refused {
+        paid_at: Timestamp,
+        at: Timestamp,
+        why: String,
+    },
     Canceled {
         at: Timestamp,
         why: String,
@@ -158,6 +164,10 @@ pub enum Command {
     },
     /// The account has it.
     Deposited,
+    /// The account cannot have it.
+    DepositRefused {
+        why: String,
+    },
     /// The payer wants it back: so much, or all that can be had.
     Refund {
         refund_id: RefundId,
@@ -209,6 +219,7 @@ impl machine::Command for Command {
             Self::Paid { .. } => "paid",
             Self::NotPaid { .. } => "not_paid",
             Self::Deposited => "deposited",
+            Self::DepositRefused { .. } => "deposit_refused",
             Self::Refund { .. } => "refund",
             Self::RefundTaken { .. } => "refund_taken",
             Self::RefundRefused { .. } => "refund_refused",
@@ -229,6 +240,7 @@ impl machine::Command for Command {
             | Self::Paid { .. }
             | Self::NotPaid { .. }
             | Self::Deposited
+            | Self::DepositRefused { .. }
             | Self::RefundTaken { .. }
             | Self::RefundRefused { .. }
             | Self::RefundAt { .. }
@@ -295,6 +307,7 @@ impl Machine for Payment {
             }
             Command::NotPaid { processor_id, outcome, why } => Ok(payment.not_paid(&processor_id, outcome, why, ctx)),
             Command::Deposited => Ok(payment.deposited(ctx)),
+            Command::DepositRefused { why } => Ok(payment.deposit_refused(why, ctx)),
             Command::Refund { refund_id, amount_minor, reason } => payment.refund(refund_id, amount_minor, reason, ctx),
             Command::RefundTaken { refund_id, amount_minor } => payment.refund_taken(refund_id, amount_minor, ctx),
             Command::RefundRefused { refund_id, why } => payment.refund_refused(refund_id, why, ctx),
@@ -318,6 +331,7 @@ impl Machine for Payment {
             Phase::Open { .. } => "open",
             Phase::Paid { .. } => "paid",
             Phase::Deposited { .. } => "deposited",
+            Phase::Refused { .. } => "refused",
             Phase::Canceled { .. } => "canceled",
             Phase::Expired { .. } => "expired",
         }
@@ -332,6 +346,7 @@ impl Machine for Payment {
                 let refunds = self.refunds.values().filter_map(Refund::deadline);
                 refunds.chain(self.reversals.values().filter_map(Reversal::deadline)).min_by_key(|deadline| deadline.at)
             }
+            Phase::Refused { at, .. } => self.deadline_of_refused(at),
             // A reversal of what was not paid waits for the payment, which would be another story.
             Phase::Canceled { .. } | Phase::Expired { .. } => None,
         }
@@ -381,6 +396,7 @@ impl Payment {
             | Command::Paid { .. }
             | Command::NotPaid { .. }
             | Command::Deposited
+            | Command::DepositRefused { .. }
             | Command::Refund { .. }
             | Command::RefundTaken { .. }
             | Command::RefundRefused { .. }
@@ -417,7 +433,9 @@ impl Payment {
                 Ok(self.to(next, "the payer can pay", ctx))
             }
             // The first one counts; whoever opened another one sees that here, and cancels it.
-            Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } => Ok(Step::stay(self.shown())),
+            Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
+                Ok(Step::stay(self.shown()))
+            }
             Phase::Canceled { .. } | Phase::Expired { .. } => Err(Rejection::Over { state: self.state().to_owned() }),
         }
     }
@@ -432,6 +450,7 @@ impl Payment {
             | Phase::Open { .. }
             | Phase::Paid { .. }
             | Phase::Deposited { .. }
+            | Phase::Refused { .. }
             | Phase::Canceled { .. }
             | Phase::Expired { .. } => Step::stay(Reply::Done),
         }
@@ -497,6 +516,18 @@ impl Payment {
         self.to(next, "the account has it", ctx)
     }
 
+    /// What is left of it goes back to its payer, as a refund that nobody has to ask for.
+    fn deposit_refused(&self, why: String, ctx: &Ctx<'_>) -> Step<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Step::stay(Reply::Done) };
+        let mut next = self.clone();
+        let left = self.left_minor();
+        if left > 0 {
+            next.refunds.insert(self.id_of_refused(), Refund::of_what_no_account_has(left, &why, ctx));
+        }
+        next.phase = Phase::Refused { paid_at, at: ctx.now, why };
+        self.to(next, "no account can have it", ctx)
+    }
+
     /// True while nobody has paid it, and somebody still can.
     #[must_use]
     pub const fn is_to_be_paid(&self) -> bool {
@@ -507,7 +538,7 @@ impl Payment {
     #[must_use]
     pub const fn paid_at(&self) -> Option<Timestamp> {
         match self.phase {
-            Phase::Paid { at } | Phase::Deposited { paid_at: at, .. } => Some(at),
+            Phase::Paid { at } | Phase::Deposited { paid_at: at, .. } | Phase::Refused { paid_at: at, .. } => Some(at),
             Phase::Created { .. } | Phase::Open { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => None,
         }
     }

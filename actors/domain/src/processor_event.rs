@@ -1,7 +1,7 @@
 //! What the payment processor told us, once (decisions 6, *Webhook*; the design is in deploy/decisions/0032).
 //!
 //! ```text
-//! received ──worked on──▶ processed
+//! received ──worked on──▶ processed ◀── where nothing follows from its type, at once
 //!    └─failed─▶ retrying ─┘   └─too often─▶ dead ──an operator──▶ retrying, dismissed
 //! ```
 //!
@@ -115,6 +115,9 @@ pub enum Command {
         occurred_at: Option<Timestamp>,
         digest: String,
         body_enc: String,
+        /// Nothing follows from events of its type: there is nothing to work on.
+        #[serde(default)]
+        nothing_follows: bool,
     },
     /// Whoever it concerns has heard it, or it concerns nobody.
     Processed {
@@ -251,7 +254,11 @@ impl Machine for ProcessorEvent {
 impl ProcessorEvent {
     fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match command {
-            Command::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc } => {
+            Command::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
+                let phase = match nothing_follows {
+                    true => Phase::Processed { at: ctx.now, outcome: Outcome::NothingToDo },
+                    false => Phase::Received { again: Again::first(ctx.now) },
+                };
                 let event = Self {
                     id: ProcessorEventId(ctx.id),
                     event_id,
@@ -263,10 +270,11 @@ impl ProcessorEvent {
                     body_enc: Some(body_enc),
                     attempts: 0,
                     last_error: None,
-                    phase: Phase::Received { again: Again::first(ctx.now) },
+                    phase,
                 };
-                let due = event.due();
-                Ok(Step::to(event, Reply::Kept { is_new: true }, "the payment processor said it").event(due))
+                let due = (!nothing_follows).then(|| event.due());
+                let step = Step::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
+                Ok(due.into_iter().fold(step, Step::event))
             }
             Command::Tick => Ok(Step::stay(Reply::Done)),
             Command::Processed { .. }

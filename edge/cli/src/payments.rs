@@ -42,7 +42,7 @@ pub(crate) struct Payments {
     /// Administrators: those into this account.
     #[arg(long, value_name = "ID")]
     account: Option<Uuid>,
-    /// Those in this state: created, open, paid, deposited, canceled, expired.
+    /// Those in this state: created, open, paid, deposited, refused, canceled, expired.
     #[arg(long)]
     state: Option<String>,
     /// At most so many.
@@ -201,7 +201,7 @@ async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> 
                 progress.step(&so);
                 last = so;
             }
-            if matches!(state, "deposited" | "canceled" | "expired") {
+            if matches!(state, "deposited" | "refused" | "canceled" | "expired") {
                 return Ok::<Value, Failure>(found);
             }
             tokio::time::sleep(LOOKS_EVERY).await;
@@ -218,6 +218,10 @@ async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> 
     api.out.show(&found, &PAYMENT)?;
     match found["state"].as_str() {
         Some("deposited") => Ok(()),
+        Some("refused") => {
+            let why = found["reason"].as_str().unwrap_or("the account cannot have it");
+            Err(Failure::new(Ended::Refused, format!("what was paid goes back to its payer: {why}")))
+        }
         state => Err(Failure::new(Ended::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
     }
 }

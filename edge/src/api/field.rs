@@ -11,10 +11,6 @@ use utoipa::{PartialSchema, ToSchema};
 use crate::outward::is_secure;
 use crate::secret_shape::holds_a_secret;
 
-mod money;
-
-pub(crate) use money::{AdjustmentMinor, AmountMinor};
-
 /// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
 macro_rules! texts {
     ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:expr, $fits:expr;)+) => {$(
@@ -58,9 +54,9 @@ macro_rules! texts {
     )+};
 }
 
-/// Whole numbers between two others.
+/// Whole numbers between two others; those `in digits` are written so.
 macro_rules! numbers {
-    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal;)+) => {$(
+    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal $(, in $digits:ident)?;)+) => {$(
         $(#[doc = $doc])+
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         #[serde(transparent)]
@@ -68,8 +64,11 @@ macro_rules! numbers {
 
         impl<'de> Deserialize<'de> for $name {
             fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                const EXPECTED: &str = concat!("a whole number from ", $min, " to ", $max);
-                let number = deserializer.deserialize_i64(Whole { expected: EXPECTED, min: $min, max: $max })?;
+                const EXPECTED: &str =
+                    concat!("a whole number from ", $min, " to ", $max $(, ", in ", stringify!($digits))?);
+                const IN_DIGITS: bool = !concat!($(stringify!($digits))?).is_empty();
+                let whole = Whole { expected: EXPECTED, min: $min, max: $max, in_digits: IN_DIGITS };
+                let number = deserializer.deserialize_i64(whole)?;
                 <$type>::try_from(number).map(Self).map_err(|_| D::Error::custom(EXPECTED))
             }
         }
@@ -89,10 +88,16 @@ macro_rules! numbers {
     )+};
 }
 
+mod money;
+
+pub(crate) use money::{AdjustmentMinor, AmountMinor};
+
 struct Whole {
     expected: &'static str,
     min: i64,
     max: i64,
+    /// Not as what a calculation in floating point writes, such as 1e3 and 10.0.
+    in_digits: bool,
 }
 
 impl Visitor<'_> for Whole {
@@ -119,7 +124,7 @@ impl Visitor<'_> for Whole {
     /// To JSON, 7.0 is a whole number as 7 is (JSON Schema 2020-12, core, section 4.2.3).
     fn visit_f64<E: Error>(self, number: f64) -> Result<i64, E> {
         const EXACT: f64 = 9_007_199_254_740_992.0;
-        if number.fract() == 0.0 && number.abs() <= EXACT {
+        if !self.in_digits && number.fract() == 0.0 && number.abs() <= EXACT {
             #[allow(clippy::cast_possible_truncation)]
             return self.visit_i64(number as i64);
         }

@@ -74,18 +74,21 @@ impl BillingAccount {
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         let mut draft = Draft::of(self);
-        if self.is_of_no_currency() {
-            draft.account.currency = currency.clone();
-        }
-        draft.account.in_currency(currency)?;
         let amount = counted(amount_minor)?;
-        let is_again = !draft.is_news(PostingKind::Deposit, &payment_id.to_string(), amount_minor, ctx);
-        if !is_again {
-            draft.settle(ctx);
-            draft.move_money(PostingKind::Deposit, payment_id, payment_id.to_string(), amount);
-            draft.money_came_in(ctx);
-        }
-        draft.say(Event::PaymentDeposited { payment_id, account_id: self.id, is_again });
+        let account_id = self.id;
+        let name = Draft::name_of(PostingKind::Deposit, &payment_id.to_string());
+        let known = self.moved.get(&name).map(|known| known.how.clone());
+        let is_again = known.is_some();
+        // Once refused is refused: its payer may have it back.
+        let how = match known {
+            Some(how) => how,
+            None => draft.put_in(payment_id, currency, amount, ctx),
+        };
+        draft.remember_move(name, how.clone(), ctx);
+        draft.say(match how {
+            How::Posted { .. } => Event::PaymentDeposited { payment_id, account_id, is_again },
+            How::Refused { why } => Event::DepositRefused { payment_id, account_id, reason: why, is_again },
+        });
         Ok(draft.step("a payment came in", ctx))
     }
 
@@ -254,6 +257,20 @@ impl Draft {
 
     fn move_money(&mut self, kind: PostingKind, payment_id: PaymentId, reference: String, amount: Micro) {
         self.write(kind, amount, None, Some(Source { payment_id: Some(payment_id), reference }), None);
+    }
+
+    /// Where nobody can say what it is worth in the account's money, it stays out.
+    fn put_in(&mut self, payment_id: PaymentId, currency: &Currency, amount: Micro, ctx: &Ctx<'_>) -> How {
+        if self.account.is_of_no_currency() {
+            self.account.currency = currency.clone();
+        }
+        if let Err(rejection) = self.account.in_currency(currency) {
+            return How::Refused { why: rejection.to_string() };
+        }
+        self.settle(ctx);
+        self.move_money(PostingKind::Deposit, payment_id, payment_id.to_string(), amount);
+        self.money_came_in(ctx);
+        How::Posted { amount_minor: amount.minor() }
     }
 
     fn take_if_there(

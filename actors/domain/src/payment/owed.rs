@@ -63,7 +63,11 @@ impl Payment {
     /// True where nobody owes anybody anything of it.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.owed().is_empty() && self.refunds.values().all(|refund| refund.deadline().is_none())
+        let is_paid_back = match self.phase {
+            Phase::Refused { at, .. } => self.deadline_of_refused(at).is_none(),
+            _ => self.refunds.values().all(|refund| refund.deadline().is_none()),
+        };
+        is_paid_back && self.owed().is_empty()
     }
 
     /// What somebody has to do.
@@ -89,6 +93,8 @@ impl Payment {
                     is_exact: *is_exact,
                 }),
                 (Taking::Taken { .. }, None) => owed.extend(self.refund_due(refund_id)),
+                // What no account had goes back to none.
+                (Taking::Taken { .. }, Some(RefundStatus::Failed)) if matches!(self.phase, Phase::Refused { .. }) => {}
                 (Taking::Taken { amount_minor }, Some(RefundStatus::Failed)) => owed.push(Event::RefundFailed {
                     payment_id,
                     refund_id,
@@ -112,7 +118,7 @@ impl Payment {
             Phase::Open { until } => {
                 vec![Event::PaymentCheckDue { payment_id, processor_id: processor_id(), is_over: now >= until }]
             }
-            Phase::Paid { .. } | Phase::Deposited { .. } => {
+            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
                 let pending = self.refunds.iter().filter(|(_, refund)| {
                     matches!(refund.taking, Taking::Taken { .. }) && refund.status() == Some(RefundStatus::Pending)
                 });

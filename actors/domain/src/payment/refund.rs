@@ -1,6 +1,6 @@
 //! What the payer asks back: taken from the account first, then paid by the processor.
 
-use super::{MOST, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply};
+use super::{MOST, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
@@ -57,6 +57,12 @@ pub enum RefundStatus {
 }
 
 impl Refund {
+    /// It was never in an account, and need not be taken from one.
+    pub(super) fn of_what_no_account_has(amount_minor: i64, why: &str, ctx: &Ctx<'_>) -> Self {
+        let taking = Taking::Taken { amount_minor };
+        Self { reason: why.to_owned(), asked_at: ctx.now, taking, at_processor: None }
+    }
+
     pub(super) fn status(&self) -> Option<RefundStatus> {
         self.at_processor.as_ref().map(|it| it.status)
     }
@@ -193,6 +199,25 @@ impl Payment {
         };
         let given_back = Taking::GivenBack { amount_minor: *amount_minor };
         Ok(self.taking(refund_id, given_back, "a refund failed, and the account has it again", ctx))
+    }
+
+    /// There is one, and nobody asks for it.
+    pub(super) const fn id_of_refused(&self) -> RefundId {
+        RefundId(self.id.0)
+    }
+
+    /// What no account can have lies at the processor until its payer has it; where the processor does not pay it back, somebody has to.
+    pub(super) fn deadline_of_refused(&self, at: Timestamp) -> Option<Deadline> {
+        let refund = self.refunds.get(&self.id_of_refused())?;
+        match refund.status() {
+            None | Some(RefundStatus::Pending) => refund.deadline(),
+            Some(RefundStatus::Succeeded) => None,
+            Some(RefundStatus::Failed) => {
+                let taken: i64 = self.reversals.values().map(Reversal::gone_minor).sum();
+                let waits_for = "what no account can have is to be paid back at the processor, by an operator";
+                (taken < self.amount_minor).then(|| Deadline::new(at, waits_for))
+            }
+        }
     }
 
     fn known(&self, refund_id: RefundId) -> Result<&Refund, Rejection> {

@@ -206,6 +206,18 @@ impl World {
         self.tell(0, Command::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
     }
 
+    /// What the account could not have.
+    fn paid_back(&mut self, status: RefundStatus) {
+        let id = payment_id(0);
+        let back = Command::RefundAt {
+            refund_id: RefundId(id.0),
+            processor_refund_id: "re_0".into(),
+            status,
+            amount_minor: self.it().amount_minor,
+        };
+        self.tell(0, back).unwrap();
+    }
+
     fn reversed(&mut self, id: &str, what: What, amount_minor: i64) {
         let command = Command::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
         self.tell(0, command).unwrap();
@@ -250,6 +262,55 @@ impl World {
         let from = Some(self.now);
         self.tell_account(billing_account::Command::Usage { allocation_id, from, until: None }).unwrap();
     }
+}
+
+/// A payment of 5,000 that was begun before an operator gave the account dollars.
+fn refused() -> World {
+    let mut world = World::open(5_000);
+    let currency = Currency::parse("USD").unwrap();
+    let holder = Holder::User("ann".into());
+    world.tell_account(billing_account::Command::Open { holder, currency: currency.clone() }).unwrap();
+    let reason = "a gift".to_owned();
+    world.tell_account(billing_account::Command::Adjust { amount_minor: 100, currency, reason }).unwrap();
+    world.pay(0);
+    world.hear_all();
+    world
+}
+
+#[test]
+fn what_the_account_cannot_have_goes_back_to_its_payer() {
+    let mut world = refused();
+    assert_eq!((world.it().state(), world.it().left_minor(), world.balance()), ("refused", 0, 100));
+    let errand = world.errands.pop();
+    assert!(matches!(errand, Some(Errand::Refund { amount_minor: 5_000, .. })), "{errand:?}");
+    // What is said twice is answered twice, and does nothing.
+    world.tell(0, Command::DepositRefused { why: "w".into() }).unwrap();
+    world.tell(0, Command::Deposited).unwrap();
+    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "refused".into() }));
+    // The processor is asked until it has paid.
+    world.pass(TimeDelta::hours(1));
+    world.hear_all();
+    assert_eq!(world.errands.len(), 1);
+    world.paid_back(RefundStatus::Succeeded);
+    world.hear_all();
+    assert!(world.it().is_settled());
+    assert_eq!((world.balance(), world.ledger.len()), (100, 1), "the account had nothing of it");
+}
+
+#[test]
+fn what_the_processor_does_not_pay_back_of_it_waits_for_an_operator_and_goes_into_no_account() {
+    let mut world = refused();
+    world.paid_back(RefundStatus::Failed);
+    world.pass(TimeDelta::hours(1));
+    world.hear_all();
+    let deadline = world.it().deadline().unwrap();
+    assert!(deadline.at < world.now && deadline.reason.contains("operator"), "{deadline:?}");
+    assert!(!world.it().is_settled());
+    // Who pays it back there has seen to it.
+    world.reversed("re_by_hand", What::Refund, 5_000);
+    world.hear_all();
+    assert!(world.it().is_settled() && world.it().deadline().is_none());
+    assert_eq!((world.balance(), world.ledger.len()), (100, 1));
 }
 
 #[test]
@@ -609,6 +670,8 @@ fn every_state() -> Vec<(&'static str, World)> {
     failed.refund_at(1, RefundStatus::Failed, 2_000).unwrap();
     let mut reversed = World::deposited(5_000);
     reversed.reversed("dp_1", What::DisputeOpened, 5_000);
+    let mut not_paid_back = refused();
+    not_paid_back.paid_back(RefundStatus::Failed);
     vec![
         ("created", created),
         ("open", open),
@@ -618,6 +681,8 @@ fn every_state() -> Vec<(&'static str, World)> {
         ("refund taken", taken()),
         ("refund failed", failed),
         ("reversed", reversed),
+        ("refused", refused()),
+        ("refused and not paid back", not_paid_back),
         ("canceled", ended(Outcome::Canceled)),
         ("expired", ended(Outcome::Expired)),
     ]
@@ -640,6 +705,7 @@ fn every_command(world: &World) -> Vec<(&'static str, Command)> {
         ("canceled", not_paid(Outcome::Canceled)),
         ("expired", not_paid(Outcome::Expired)),
         ("deposited", Command::Deposited),
+        ("deposit refused", Command::DepositRefused { why: "w".into() }),
         ("refund", Command::Refund { refund_id: refund_id(2), amount_minor: Some(1_000), reason: "r".into() }),
         ("refund taken", Command::RefundTaken { refund_id: refund_id(1), amount_minor: 2_000 }),
         ("refund refused", Command::RefundRefused { refund_id: refund_id(1), why: "w".into() }),

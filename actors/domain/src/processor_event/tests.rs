@@ -24,6 +24,7 @@ fn receive(digest: &str) -> Command {
         occurred_at: Some(start()),
         digest: digest.into(),
         body_enc: "c2VhbGVk".into(),
+        nothing_follows: false,
     }
 }
 
@@ -124,6 +125,28 @@ impl Story {
     fn until_the_timer(&mut self) {
         self.now = self.event.as_ref().unwrap().timer().unwrap();
     }
+}
+
+#[test]
+fn an_event_from_which_nothing_follows_is_processed_as_it_comes_in_and_forgotten_like_any_other() {
+    let mut story = Story::new();
+    let Command::Receive { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
+    let event_type = "invoice.updated".to_owned();
+    let step = story.tell(Command::Receive {
+        event_id,
+        event_type,
+        object_id,
+        occurred_at,
+        digest,
+        body_enc,
+        nothing_follows: true,
+    });
+    assert!(step.events.is_empty(), "nobody has to work on it");
+    assert_eq!(story.state(), "processed");
+    assert!(story.tell(receive("d")).next.is_none(), "sent again it is the same");
+    assert_eq!(story.ask(receive("other")).unwrap_err(), Rejection::Differs);
+    story.until_the_timer();
+    assert!(story.tell(Command::Tick).next.unwrap().body_enc.is_none());
 }
 
 #[test]

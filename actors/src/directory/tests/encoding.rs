@@ -503,6 +503,7 @@ fn of_a_payment() {
         },
         Command::Deposited,
         Command::Refund { refund_id, amount_minor: None, reason: text() },
+        Command::DepositRefused { why: text() },
         Command::RefundTaken { refund_id, amount_minor: 7 },
         Command::RefundRefused { refund_id, why: text() },
         Command::GivenBack { refund_id },
@@ -545,6 +546,7 @@ fn of_an_event_of_the_processors() {
         occurred_at: Some(at()),
         digest: "00".into(),
         body_enc: "AA==".into(),
+        nothing_follows: true,
     };
     let worker = crate::testing::worker();
     let (event, kept) = decided::<ProcessorEvent>(None, receive.clone(), &worker, ALLOCATION);

@@ -1,68 +1,20 @@
 //! Money that is moved.
 
-use super::Whole;
-use serde::de::{Error, Visitor};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
-use std::fmt;
 use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-/// Amounts between two others; the largest is the most that policies `billing.maximum_deposit_minor` and `billing.adjustment_max_minor`
-/// can be.
-macro_rules! amounts {
-    ($($(#[doc = $doc:literal])+ $name:ident: $min:literal to $max:literal;)+) => {$(
-        $(#[doc = $doc])+
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-        #[serde(transparent)]
-        pub(crate) struct $name(pub(crate) i64);
+use super::Whole;
 
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                const EXPECTED: &str = concat!("a whole number from ", $min, " to ", $max, ", in digits");
-                deserializer.deserialize_i64(Digits(Whole { expected: EXPECTED, min: $min, max: $max })).map(Self)
-            }
-        }
-
-        impl PartialSchema for $name {
-            fn schema() -> RefOr<Schema> {
-                ObjectBuilder::new()
-                    .schema_type(SchemaType::new(Type::Integer))
-                    .description(Some(concat!($($doc),+).trim()))
-                    .minimum(Some($min as i64))
-                    .maximum(Some($max as i64))
-                    .into()
-            }
-        }
-
-        impl ToSchema for $name {}
-    )+};
-}
-
-amounts! {
+// The largest is the most that policies `billing.maximum_deposit_minor` and `billing.adjustment_max_minor` can be. Nobody counts money in
+// floating point.
+numbers! {
     /// Minor units of the currency (cents), in digits.
-    AmountMinor: 1 to 100000000;
+    AmountMinor: i64, 1 to 100000000, in digits;
     /// Minor units, in digits: given where it is more than zero, taken where it is less. Policy `billing.adjustment_max_minor` may allow less.
-    AdjustmentMinor: -100000000 to 100000000;
-}
-
-/// As [`Whole`], but in digits: 1e3 and 10.0 are what a calculation in floating point writes, and nobody counts money so.
-struct Digits(Whole);
-
-impl Visitor<'_> for Digits {
-    type Value = i64;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.expecting(f)
-    }
-
-    fn visit_i64<E: Error>(self, number: i64) -> Result<i64, E> {
-        self.0.visit_i64(number)
-    }
-
-    fn visit_u64<E: Error>(self, number: u64) -> Result<i64, E> {
-        self.0.visit_u64(number)
-    }
+    AdjustmentMinor: i64, -100000000 to 100000000, in digits;
 }
 
 #[cfg(test)]
@@ -100,6 +52,7 @@ mod tests {
             assert!(error.message().contains("a whole number from 1 to 100000000, in digits"), "{text}: {error}");
         }
     }
+
     #[test]
     fn so_is_what_an_operator_gives_and_takes() {
         for (text, amount) in [("-100000000", -100_000_000), ("0", 0), ("100000000", 100_000_000)] {

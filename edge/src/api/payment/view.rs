@@ -20,17 +20,17 @@ pub(in crate::api) struct PaymentView {
     amount_minor: i64,
     currency: String,
     /// `created`: not known to the processor; `open`: it can be paid; `paid`: the processor has it; `deposited`: it is in the account;
-    /// `canceled`, `expired`.
+    /// `refused`: the account cannot have it, being in another currency, and it goes back to its payer; `canceled`, `expired`.
     state: StateName,
     /// Until when it can be paid; null once it is over.
     pay_until: Option<DateTime<Utc>>,
     paid_at: Option<DateTime<Utc>>,
     deposited_at: Option<DateTime<Utc>>,
-    /// Why the last attempt to pay was declined, or why it came to nothing.
+    /// Why the last attempt to pay was declined, why the account cannot have it, or why it came to nothing.
     reason: Option<String>,
     /// What of it was not given back, nor is on its way back, in minor units.
     left_minor: i64,
-    /// What its payer asked back.
+    /// What its payer asked back, and what goes back because the account cannot have it.
     refunds: Vec<RefundView>,
     /// What was taken back at the processor without being asked for here.
     reversals: Vec<ReversalView>,
@@ -46,6 +46,7 @@ pub(in crate::api) enum StateName {
     Open,
     Paid,
     Deposited,
+    Refused,
     Canceled,
     Expired,
 }
@@ -114,6 +115,7 @@ impl StateName {
             Self::Open => "open",
             Self::Paid => "paid",
             Self::Deposited => "deposited",
+            Self::Refused => "refused",
             Self::Canceled => "canceled",
             Self::Expired => "expired",
         }
@@ -127,6 +129,7 @@ impl PaymentView {
             Phase::Open { until } => (StateName::Open, Some(*until), None, None),
             Phase::Paid { .. } => (StateName::Paid, None, None, None),
             Phase::Deposited { at, .. } => (StateName::Deposited, None, Some(*at), None),
+            Phase::Refused { why, .. } => (StateName::Refused, None, None, Some(why)),
             Phase::Canceled { why, .. } => (StateName::Canceled, None, None, Some(why)),
             Phase::Expired { why, .. } => (StateName::Expired, None, None, Some(why)),
         };

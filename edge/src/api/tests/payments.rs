@@ -221,6 +221,25 @@ async fn what_is_no_payment_is_refused_by_name() {
 }
 
 #[tokio::test]
+async fn only_so_many_payments_into_an_account_wait_for_their_payers() {
+    let till = Till::default();
+    let world = World::with_till(&till).await;
+    world.set_policy(Key::BillingMaxOpenPayments, 2);
+    let first = id_of(&checkout(&world, "k", &wanted(5_000)).await);
+    checkout(&world, "l", &wanted(5_000)).await.is(201);
+    let refused = checkout(&world, "m", &wanted(5_000)).await;
+    assert_eq!(refused.refused(409, "state_conflict")["policy_key"], "billing.max_open_payments");
+    assert_eq!(till.counts(), (2, 0), "nothing of it reached the processor");
+    // Who repeats what was begun is answered, and what is paid makes room.
+    assert!(checkout(&world, "l", &wanted(5_000)).await.is_replayed());
+    pay(&world, &till, first).await;
+    checkout(&world, "m", &wanted(5_000)).await.is(201);
+    // Another organisation has an account of its own.
+    let of_another = world.token_of("eve", "umbrella");
+    world.post(CHECKOUT).by(&of_another).key("k").json(&wanted(5_000)).send().await.is(201);
+}
+
+#[tokio::test]
 async fn what_ended_before_it_was_paid_is_begun_anew() {
     let till = Till::default();
     let world = World::with_till(&till).await;

@@ -102,40 +102,69 @@ impl StripeEvent {
         digest_of(&[self.event_type.as_bytes(), object.to_string().as_bytes()])
     }
 
+    /// True where something follows from events of its type.
+    #[must_use]
+    pub fn is_of_consequence(&self) -> bool {
+        Says::by(&self.event_type).is_some()
+    }
+
     /// What it tells us.
     ///
     /// # Errors
     /// [`Unreadable`] where its object is not what its type promises.
     pub fn news(self) -> Result<News, Unreadable> {
         let Self { event_type, object, .. } = self;
-        Ok(match event_type.as_str() {
-            "payment_intent.succeeded"
-            | "payment_intent.payment_failed"
-            | "payment_intent.canceled"
-            | "payment_intent.processing" => {
+        let Some(says) = Says::by(&event_type) else { return Ok(News::Nothing) };
+        Ok(match says {
+            Says::Intent => News::Payment(of::<Intent>(object)?.standing()?),
+            Says::IntentFailed => {
                 let intent: Intent = of(object)?;
                 let why = intent.declined();
                 let standing = intent.standing()?;
-                let failed = event_type == "payment_intent.payment_failed" && standing.status == Status::Open;
-                News::Payment(if failed { Standing { status: Status::Declined { why }, ..standing } } else { standing })
+                let declined = standing.status == Status::Open;
+                News::Payment(if declined { Standing { status: Status::Declined { why }, ..standing } } else { standing })
             }
-            "checkout.session.completed" | "checkout.session.async_payment_succeeded" | "checkout.session.expired" => {
-                News::Payment(of::<Session>(object)?.standing()?)
-            }
+            Says::Session => News::Payment(of::<Session>(object)?.standing()?),
             // It is complete, and nobody can pay by it any more.
-            "checkout.session.async_payment_failed" => {
+            Says::SessionFailed => {
                 News::Payment(Standing { status: Status::Canceled, ..of::<Session>(object)?.standing()? })
             }
-            "charge.refunded" => refunded(of(object)?)?,
-            "refund.created" | "refund.updated" | "refund.failed" | "charge.refund.updated" => {
-                News::Refunds(vec![of::<objects::Refund>(object)?.standing()?])
+            Says::Refunded => refunded(of(object)?)?,
+            Says::Refund => News::Refunds(vec![of::<objects::Refund>(object)?.standing()?]),
+            Says::Dispute => News::Dispute(of::<objects::Dispute>(object)?.standing()?),
+        })
+    }
+}
+
+/// What events of a type speak of.
+#[derive(Clone, Copy)]
+enum Says {
+    Intent,
+    IntentFailed,
+    Session,
+    SessionFailed,
+    Refunded,
+    Refund,
+    Dispute,
+}
+
+impl Says {
+    fn by(event_type: &str) -> Option<Self> {
+        Some(match event_type {
+            "payment_intent.succeeded" | "payment_intent.canceled" | "payment_intent.processing" => Self::Intent,
+            "payment_intent.payment_failed" => Self::IntentFailed,
+            "checkout.session.completed" | "checkout.session.async_payment_succeeded" | "checkout.session.expired" => {
+                Self::Session
             }
+            "checkout.session.async_payment_failed" => Self::SessionFailed,
+            "charge.refunded" => Self::Refunded,
+            "refund.created" | "refund.updated" | "refund.failed" | "charge.refund.updated" => Self::Refund,
             "charge.dispute.created"
             | "charge.dispute.updated"
             | "charge.dispute.funds_withdrawn"
             | "charge.dispute.funds_reinstated"
-            | "charge.dispute.closed" => News::Dispute(of::<objects::Dispute>(object)?.standing()?),
-            _ => News::Nothing,
+            | "charge.dispute.closed" => Self::Dispute,
+            _ => return None,
         })
     }
 }
