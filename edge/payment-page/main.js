@@ -40,6 +40,9 @@ async function begin() {
     say("paid", "This is paid.");
     return location.replace(terms.success_url);
   }
+  if (terms.state === "refused") {
+    return close("This was paid, and goes back to you: the account is in another currency.", terms.cancel_url);
+  }
   if (terms.state !== "open") {
     return close("This payment was canceled, or its time is over. Begin another one.", terms.cancel_url);
   }

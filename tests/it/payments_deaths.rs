@@ -1,4 +1,6 @@
-//! kill -9 at each commit of a deposit and of a refund: before it is written, so that it never is, and after it was, so that nobody is told.
+//! kill -9 at each commit of a payment and of its account, from the processor's word to the deposit and from a payer's wish to the refund: before
+//! it is written, so that it never is, and after it was, so that nobody is told. The webhook's own commit is `webhook`'s, and what lies at the
+//! processor `payments_processor`'s.
 
 use domain::payment::{Payment, RefundStatus, Taking};
 use domain::{Machine as _, RefundId};
@@ -61,7 +63,7 @@ async fn a_death_at_any_commit_of_a_deposit_posts_it_once() {
         let begun = world.begin_payment(DEPOSIT).await;
 
         // The payment hears that it is paid.
-        let (payment, deposit) = (world.hold(begun.id).await, world.hold(account).await);
+        let (payment, deposit) = (world.hold_untimed(begun.id).await, world.hold(account).await);
         world.pay(&begun).await;
         dies_writing(&mut world, payment, then).await;
         assert_eq!(stored(&world, &begun).await.paid_at().is_some(), is_written, "{then:?}");
@@ -69,7 +71,7 @@ async fn a_death_at_any_commit_of_a_deposit_posts_it_once() {
 
         // The account posts it.
         deposit.expect_waiting(WRITES).await;
-        let (payment, before) = (world.hold(begun.id).await, posted(&world, account).await);
+        let (payment, before) = (world.hold_untimed(begun.id).await, posted(&world, account).await);
         dies_writing(&mut world, deposit, then).await;
         assert_eq!(posted(&world, account).await - before, i64::from(is_written), "{then:?}");
         world.restart_replica(0).await;
@@ -94,7 +96,7 @@ async fn a_death_at_any_commit_of_a_refund_takes_it_once_and_pays_it_once() {
         let balance = world.balance_micro().await;
 
         // The payment takes down what its payer wants, who asks again for as long as there is no answer.
-        let (payment, taking) = (world.hold(begun.id).await, world.hold(account).await);
+        let (payment, taking) = (world.hold_untimed(begun.id).await, world.hold(account).await);
         let wanted = json!({ "payment_id": begun.id, "amount_minor": REFUND, "reason": "a test needs it" });
         let user = world.user.clone();
         let asking = tokio::spawn(async move { user.post("/api/v1/billing/refunds", &wanted).await.created() });
@@ -104,7 +106,7 @@ async fn a_death_at_any_commit_of_a_refund_takes_it_once_and_pays_it_once() {
 
         // The account takes it.
         taking.expect_waiting(WRITES).await;
-        let (payment, before) = (world.hold(begun.id).await, posted(&world, account).await);
+        let (payment, before) = (world.hold_untimed(begun.id).await, posted(&world, account).await);
         dies_writing(&mut world, taking, then).await;
         assert_eq!(posted(&world, account).await - before, i64::from(is_written), "{then:?}");
         world.restart_replica(0).await;
@@ -123,7 +125,7 @@ async fn a_death_at_any_commit_of_a_refund_takes_it_once_and_pays_it_once() {
             assert!(Instant::now() < end, "nothing is paid back within {PATIENCE:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        let payment = world.hold(begun.id).await;
+        let payment = world.hold_untimed(begun.id).await;
         world.payments().line.mend();
         dies_writing(&mut world, payment, then).await;
         let is_at = |payment: &Payment| {

@@ -61,7 +61,7 @@ pub struct Payment {
     pub charge_id: Option<String>,
     /// Why the last attempt to pay was declined.
     pub declined: Option<String>,
-    /// What was asked back here.
+    /// What was asked back here, and what goes back because no account can have it.
     pub refunds: BTreeMap<RefundId, Refund>,
     /// What was taken back at the processor, by the processor's ids.
     pub reversals: BTreeMap<String, Reversal>,

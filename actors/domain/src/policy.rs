@@ -102,7 +102,7 @@ policy_keys! {
     BillingWindow = "billing.window_seconds": int(60, 1, 3600), "Length of a billing window.";
     BillingMinimumDeposit = "billing.minimum_deposit_minor": int(1000, 50, 1_000_000), "Smallest checkout amount.";
     BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest checkout amount.";
-    BillingMaxOpenPayments = "billing.max_open_payments": int(50, 1, 200), "Payments into one account that may wait for their payers at once.";
+    BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Payments that may wait for one user to pay them at once.";
     BillingDepletionGrace = "billing.depletion_grace_seconds": int(0, 0, 86_400), "How long an uncovered allocation runs on.";
     BillingAdjustmentMax = "billing.adjustment_max_minor": int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
     BillingWebhookMaxAttempts = "billing.webhook_max_attempts": int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";

@@ -88,6 +88,7 @@ macro_rules! numbers {
     )+};
 }
 
+// Below `numbers!`, of which it makes use.
 mod money;
 
 pub(crate) use money::{AdjustmentMinor, AmountMinor};

@@ -1,5 +1,5 @@
-//! What came in, as it is kept: packed first, since nobody can pack what is sealed, then sealed, and written in base64. A body packs to a
-//! third or less, and the store writes it twice.
+//! What came in, as it is kept: packed first, since nobody can pack what is sealed, then sealed, and written in base64. The store writes it
+//! with every transition.
 
 use super::BODY_BYTES;
 use base64::Engine as _;
@@ -12,9 +12,9 @@ use persistence::rewrap::body_place;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use uuid::Uuid;
 
-/// How zlib begins (RFC 1950). No JSON does: bodies were kept as they came before.
+/// How zlib begins (RFC 1950), and no JSON: a body without it is not packed.
 const PACKED: u8 = 0x78;
-/// The quickest: the next ones pack a tenth better in twice the time.
+/// The quickest.
 const LEVEL: u8 = 1;
 
 /// A body as it is kept for this event.

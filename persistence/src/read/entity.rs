@@ -94,7 +94,7 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn snapshots(&self, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
-        // Each by the index: a plan for the whole list, made while the table was small, would read all of it for as long as it is kept.
+        // Each for itself: a plan for the whole list that was made while the table was small reads all of it, for as long as it is kept.
         let query = sqlx::query(
             "SELECT found.id, found.kind, found.version, found.body::text
              FROM unnest($1::uuid[]) AS wanted (id)
@@ -283,6 +283,22 @@ impl Reads {
         let row = self.kept.fetch_optional(query).await;
         let done = |row: PgRow| Ok(Done { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? });
         row.and_then(|row| row.map(done).transpose()).doing("reading a command")
+    }
+
+    /// How many payments into the account of `holder` wait for `payer` to pay them.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn open_payments(&self, holder: &str, payer: &str) -> Result<i64, StoreError> {
+        sqlx::query_scalar(
+            "SELECT count(*) FROM entity
+             WHERE kind = 'payment' AND owner = $1 AND state IN ('created', 'open') AND body->>'payer' = $2",
+        )
+        .bind(holder)
+        .bind(payer)
+        .fetch_one(&self.pool)
+        .await
+        .doing("counting open payments")
     }
 
     /// How many entities there are, by kind and state. Kinds of a newer release are left out.

@@ -32,6 +32,14 @@ impl World {
         Held::by(&self.pool, format!("SELECT FROM entity WHERE id = '{id}' FOR UPDATE")).await
     }
 
+    /// The same, and its own timer does not come before it is written.
+    pub async fn hold_untimed(&self, id: Uuid) -> Held {
+        let held = self.hold(id).await;
+        let later = "UPDATE deadline SET wake_at = now() + interval '1 hour' WHERE entity = $1";
+        sqlx::query(later).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
+        held
+    }
+
     /// Nobody reads this table.
     pub async fn hold_table(&self, name: &'static str) -> Held {
         Held::by(&self.pool, format!("LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")).await
@@ -64,6 +72,7 @@ impl Held {
     /// Gives it back, when whoever sent the statement is dead.
     pub async fn give_back(self, statement: &str, then: Then) {
         let waiting = self.waiting(statement).await;
+        assert!(!waiting.is_empty(), "{statement} has given up meanwhile");
         if then == Then::CutOff {
             for backend in &waiting {
                 let ended: bool = sqlx::query_scalar("SELECT pg_terminate_backend($1, 5000)")

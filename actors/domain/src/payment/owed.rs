@@ -16,7 +16,7 @@ pub enum Errand {
     Open { payment_id: PaymentId },
     /// How does it stand? `is_over`: nobody waits for it any more, cancel it.
     Check { payment_id: PaymentId, processor_id: String, is_over: bool },
-    /// Pay back, once, what was taken from the account; or see how that stands.
+    /// Pay back, once, what was taken from the account or could not be in it; or see how that stands.
     Refund { payment_id: PaymentId, refund_id: RefundId, processor_id: String, amount_minor: i64, currency: Currency },
 }
 
@@ -65,7 +65,12 @@ impl Payment {
     pub fn is_settled(&self) -> bool {
         let is_paid_back = match self.phase {
             Phase::Refused { at, .. } => self.deadline_of_refused(at).is_none(),
-            _ => self.refunds.values().all(|refund| refund.deadline().is_none()),
+            Phase::Created { .. }
+            | Phase::Open { .. }
+            | Phase::Paid { .. }
+            | Phase::Deposited { .. }
+            | Phase::Canceled { .. }
+            | Phase::Expired { .. } => self.refunds.values().all(|refund| refund.deadline().is_none()),
         };
         is_paid_back && self.owed().is_empty()
     }

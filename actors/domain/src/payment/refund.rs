@@ -206,18 +206,17 @@ impl Payment {
         RefundId(self.id.0)
     }
 
-    /// What no account can have lies at the processor until its payer has it; where the processor does not pay it back, somebody has to.
+    /// What no account can have lies at the processor until its payer has it. What neither a refund of ours nor anybody there pays back, or
+    /// comes back from where it was taken, somebody has to see to.
     pub(super) fn deadline_of_refused(&self, at: Timestamp) -> Option<Deadline> {
-        let refund = self.refunds.get(&self.id_of_refused())?;
-        match refund.status() {
-            None | Some(RefundStatus::Pending) => refund.deadline(),
-            Some(RefundStatus::Succeeded) => None,
-            Some(RefundStatus::Failed) => {
-                let taken: i64 = self.reversals.values().map(Reversal::gone_minor).sum();
-                let waits_for = "what no account can have is to be paid back at the processor, by an operator";
-                (taken < self.amount_minor).then(|| Deadline::new(at, waits_for))
-            }
+        let pending = |refund: &&Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
+        if let Some(pending) = self.refunds.values().find(pending) {
+            return pending.deadline();
         }
+        let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));
+        let back = paid_back.map(Refund::gone_minor).chain(self.reversals.values().map(Reversal::gone_minor));
+        let waits_for = "what no account can have is to be paid back at the processor, by an operator";
+        (back.fold(0, i64::saturating_add) < self.amount_minor).then(|| Deadline::new(at, waits_for))
     }
 
     fn known(&self, refund_id: RefundId) -> Result<&Refund, Rejection> {

@@ -314,6 +314,26 @@ fn what_the_processor_does_not_pay_back_of_it_waits_for_an_operator_and_goes_int
 }
 
 #[test]
+fn what_was_taken_at_the_processor_before_the_account_refused_and_comes_back_waits_for_an_operator() {
+    let mut world = World::open(5_000);
+    world.pay(0);
+    world.reversed("dp_1", What::DisputeOpened, 2_000);
+    world.tell(0, Command::DepositRefused { why: "w".into() }).unwrap();
+    let back = Command::RefundAt {
+        refund_id: RefundId(payment_id(0).0),
+        processor_refund_id: "re_0".into(),
+        status: RefundStatus::Succeeded,
+        amount_minor: 3_000,
+    };
+    world.tell(0, back).unwrap();
+    assert!(world.it().deadline().is_none(), "the bank has 2,000, and the payer the rest");
+    world.reversed("dp_1", What::DisputeWon, 2_000);
+    assert!(world.it().deadline().unwrap().reason.contains("operator"));
+    world.reversed("re_by_hand", What::Refund, 2_000);
+    assert!(world.it().deadline().is_none() && world.it().left_minor() == 0);
+}
+
+#[test]
 fn a_payment_is_paid_in_and_the_account_opened_by_it() {
     let mut world = World::new();
     world.create_as(0, 5_000).unwrap();

@@ -15,8 +15,7 @@ use domain::billing_account::{BillingAccount, Holder, Rejection as AccountReject
 use domain::money::Currency;
 use domain::payment::{Command, Payment, Phase, Rejection, Reply};
 use domain::policy::Key;
-use domain::{BillingAccountId, Kind, Machine as _, PaymentId, Principal};
-use persistence::read::ListFilter;
+use domain::{BillingAccountId, Machine as _, PaymentId, Principal};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use utoipa::ToSchema;
@@ -24,7 +23,6 @@ use uuid::Uuid;
 
 use actors::AskError;
 
-use super::view::StateName;
 use crate::answer::{Explain as _, limited_by, not_answered};
 use crate::api::asking::{Asking, ByUser, replayed};
 use crate::api::billing::{holder_of, id_of};
@@ -137,8 +135,8 @@ impl Till<'_> {
                 let before = Before::Since(payment.created_at - CLOCKS_APART);
                 self.open(Payment::clone(&payment), before).await
             }
-            (Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. }, _) => Ok(paid(&payment)),
-            (Phase::Canceled { .. } | Phase::Expired { .. }, _) => Err(over(&payment)),
+            (Phase::Paid { .. } | Phase::Deposited { .. }, _) => Ok(paid(&payment)),
+            (Phase::Refused { .. } | Phase::Canceled { .. } | Phase::Expired { .. }, _) => Err(over(&payment)),
         }
     }
 
@@ -220,8 +218,8 @@ impl Till<'_> {
         let found = wait_until::<Payment>(self.services, payment.id.0, FIRST_WITHIN, is_told).await?;
         let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
         match payment.phase {
-            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => Ok(paid(&payment)),
-            Phase::Canceled { .. } | Phase::Expired { .. } => Err(over(&payment)),
+            Phase::Paid { .. } | Phase::Deposited { .. } => Ok(paid(&payment)),
+            Phase::Refused { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => Err(over(&payment)),
             Phase::Created { .. } | Phase::Open { .. } => {
                 let message = "The payment is closed at the payment processor: it was paid or canceled a moment ago. \
                                GET /api/v1/billing/payments/{id} shows which, within a minute.";
@@ -259,22 +257,15 @@ fn not_created(error: AskError<Rejection>, amount_minor: i64) -> ApiError {
 /// Each payment that waits is looked after at the processor for a day, so there is a bound. Those that begin at the same moment do not see
 /// each other, and may pass it together.
 async fn has_room(services: &Services, asking: &Asking, holder: &Holder) -> Result<(), ApiError> {
-    let limit = services.world.policy().int(Key::BillingMaxOpenPayments, &asking.scopes(), services.world.now());
-    let most = u32::try_from(limit).unwrap_or(u32::MAX);
-    let mut open = 0;
-    for state in [StateName::Created, StateName::Open] {
-        let filter = ListFilter { owner: Some(holder.to_string()), state: Some(state.name().to_owned()), sku: None };
-        open += services.reads.list(Kind::Payment, &filter, None, most).await?.items.len();
-    }
+    let limit = services.world.policy().int(Key::BillingOpenPaymentsPerUser, &asking.scopes(), services.world.now());
+    let open = services.reads.open_payments(&holder.to_string(), &asking.caller.user_id).await?;
     // A repetition begins nothing.
-    if open < most as usize || asking.is_repetition().await? {
+    if open < limit || asking.is_repetition().await? {
         return Ok(());
     }
-    let message = format!(
-        "{limit} payments into this account wait for their payers, which is the most; pay one of them, or wait until one expires, a day \
-         after it was begun."
-    );
-    Err(limited_by(ApiError::new(Code::StateConflict, message), Key::BillingMaxOpenPayments, limit))
+    let message =
+        format!("{limit} payments wait for you to pay them, which is the most; pay one, or wait until one expires.");
+    Err(limited_by(ApiError::new(Code::StateConflict, message), Key::BillingOpenPaymentsPerUser, limit))
 }
 
 /// In which it is paid: the account's, and before there is one the service's.

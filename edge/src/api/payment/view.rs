@@ -74,7 +74,8 @@ pub(in crate::api) struct RefundView {
 }
 
 /// How a refund stands: `requested` of the account; taken from it and `pending` at the processor; `succeeded`: with the payer, or for an
-/// allocation's cost in the account; `refused` by the account; `failed` at the processor, and then `returned` to the account.
+/// allocation's cost in the account; `refused` by the account; `failed` at the processor, and then `returned` to the
+/// account that had it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum RefundState {

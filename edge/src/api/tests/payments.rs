@@ -1,5 +1,6 @@
 //! Payments as their payers see them. Who asks is of the organisation `acme`, whose account it goes into; the processor is a till of the test.
 
+use super::billing::ACCOUNTS;
 use super::till::{Failure, Till};
 use super::world::{Answer, World};
 use crate::processor::{Before, ProcessorError};
@@ -221,22 +222,51 @@ async fn what_is_no_payment_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn only_so_many_payments_into_an_account_wait_for_their_payers() {
+async fn only_so_many_payments_wait_for_one_user() {
     let till = Till::default();
     let world = World::with_till(&till).await;
-    world.set_policy(Key::BillingMaxOpenPayments, 2);
+    world.set_policy(Key::BillingOpenPaymentsPerUser, 2);
     let first = id_of(&checkout(&world, "k", &wanted(5_000)).await);
     checkout(&world, "l", &wanted(5_000)).await.is(201);
     let refused = checkout(&world, "m", &wanted(5_000)).await;
-    assert_eq!(refused.refused(409, "state_conflict")["policy_key"], "billing.max_open_payments");
+    assert_eq!(refused.refused(409, "state_conflict")["policy_key"], "billing.open_payments_per_user");
     assert_eq!(till.counts(), (2, 0), "nothing of it reached the processor");
     // Who repeats what was begun is answered, and what is paid makes room.
     assert!(checkout(&world, "l", &wanted(5_000)).await.is_replayed());
     pay(&world, &till, first).await;
     checkout(&world, "m", &wanted(5_000)).await.is(201);
-    // Another organisation has an account of its own.
-    let of_another = world.token_of("eve", "umbrella");
-    world.post(CHECKOUT).by(&of_another).key("k").json(&wanted(5_000)).send().await.is(201);
+    checkout(&world, "n", &wanted(5_000)).await.refused(409, "state_conflict");
+    // Nobody is in the way of a colleague who shares the account.
+    world.post(CHECKOUT).user("bob").key("k").json(&wanted(5_000)).send().await.is(201);
+}
+
+#[tokio::test]
+async fn what_an_account_in_another_currency_cannot_have_is_shown_on_its_way_back() {
+    let till = Till::default();
+    let world = World::with_till(&till).await;
+    let id = id_of(&checkout(&world, "k", &wanted(5_000)).await);
+    world.bind("biller", "billing_operations").await.is(201);
+    let dollars = json!({"org_id": "acme", "currency": "USD"});
+    let account = world.post(ACCOUNTS).user("biller").json(&dollars).send().await.is(201)["id"].clone();
+    let gift = json!({"amount_minor": 700, "currency": "USD", "reason": "a gift"});
+    let adjustments = format!("{ACCOUNTS}/{}/adjustments", account.as_str().unwrap());
+    world.post(&adjustments).user("biller").key("a").json(&gift).send().await.is(201);
+    let paid = Command::Paid {
+        processor_id: till.opened_for(id).unwrap().0,
+        amount_minor: 5_000,
+        currency: Currency::parse("EUR").unwrap(),
+        charge_id: None,
+    };
+    world.tell::<Payment>(id.0, paid).await;
+    world.until_payment(id, "refused").await;
+    let shown = world.get(&format!("{PAYMENTS}/{id}")).user("ann").send().await;
+    assert_eq!((&shown.is(200)["left_minor"], &shown.body["refunds"][0]["state"]), (&json!(0), &json!("pending")));
+    assert_eq!(shown.body["refunds"][0]["amount_minor"], 5_000);
+    assert!(shown.body["reason"].as_str().unwrap().contains("USD"), "{shown:?}");
+    let again = checkout(&world, "k", &wanted(5_000)).await;
+    assert_eq!(again.refused(409, "state_conflict")["state"], "refused");
+    let balance = world.get("/api/v1/billing/balance").user("ann").send().await;
+    assert_eq!((&balance.is(200)["balance_minor"], &balance.body["currency"]), (&json!(700), &json!("USD")));
 }
 
 #[tokio::test]

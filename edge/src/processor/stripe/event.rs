@@ -122,7 +122,11 @@ impl StripeEvent {
                 let why = intent.declined();
                 let standing = intent.standing()?;
                 let declined = standing.status == Status::Open;
-                News::Payment(if declined { Standing { status: Status::Declined { why }, ..standing } } else { standing })
+                News::Payment(if declined {
+                    Standing { status: Status::Declined { why }, ..standing }
+                } else {
+                    standing
+                })
             }
             Says::Session => News::Payment(of::<Session>(object)?.standing()?),
             // It is complete, and nobody can pay by it any more.

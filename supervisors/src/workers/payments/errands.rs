@@ -185,7 +185,7 @@ async fn refund(teller: &Teller, payment_id: PaymentId, wanted: &RefundRequest) 
     let standing = match teller.processor.refund(wanted).await {
         Ok(standing) => standing,
         Err(ProcessorError::Refused { code, why }) => {
-            tracing::warn!(code, why, refund.id = %wanted.refund_id, "the payment processor refused a refund: the account gets it back");
+            tracing::warn!(code, why, refund.id = %wanted.refund_id, "the payment processor refused a refund");
             return Ok(settled(teller.ask(payment_id, NEVER_MADE, never_made(wanted)).await?));
         }
         Err(error) => return Err(error.into()),

@@ -1,0 +1,83 @@
+//! What is refused of people, of what they own and of what they may: tenants, service accounts, bindings, announcements.
+
+use domain::policy::Key;
+use domain::{announcement, bindings, service_account, tenant};
+
+use super::{Explain, conflict, limited_by, unexpected};
+use crate::error::{ApiError, Code};
+
+impl Explain for tenant::Rejection {
+    fn explain(self) -> ApiError {
+        use tenant::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("SSH key"),
+            R::KeyExists { existing } => {
+                conflict(format!("You have registered this key already, as {existing}; use that one."))
+                    .detail("ssh_key_id", existing.to_string())
+            }
+            R::TooManyKeys { limit } => limited_by(
+                conflict(format!("You have {limit} keys, which is the most; delete one first.")),
+                Key::SshKeyMaxPerUser,
+                limit,
+            ),
+            R::TooManyServiceAccounts { limit } => limited_by(
+                conflict(format!(
+                    "You may have {limit} service accounts; delete one that nothing uses, then try again."
+                )),
+                Key::AuthServiceAccountsPerUser,
+                limit,
+            ),
+            R::TooManyTerminals { limit } => limited_by(
+                conflict(format!(
+                    "The allocation has {limit} terminal sessions, which is the most; end one, or connect to it with `session_id`."
+                )),
+                Key::TerminalSessionsPerAllocation,
+                limit,
+            ),
+            rejection @ R::OverQuota { .. } => unexpected(&rejection),
+        }
+    }
+}
+
+impl Explain for bindings::Rejection {
+    fn explain(self) -> ApiError {
+        match self {
+            Self::NotBound => ApiError::new(
+                Code::NotFound,
+                "The role is not bound to this subject; GET /api/v1/admin/platform-roles/bindings lists what is.",
+            ),
+        }
+    }
+}
+
+impl Explain for service_account::Rejection {
+    fn explain(self) -> ApiError {
+        use service_account::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("service account"),
+            R::KeyNotFound => ApiError::not_found("key of this service account"),
+            R::Exists => conflict("The service account exists already."),
+            R::RolesNotHeld => ApiError::forbidden(
+                "A service account gets no role that you do not have yourself; ask for fewer in `roles`.",
+            )
+            .detail("field", "roles"),
+            R::TooManyKeys { limit } => limited_by(
+                conflict(format!(
+                    "The service account has {limit} keys, which is the most; revoke one that nothing uses."
+                )),
+                Key::AuthServiceAccountKeysMax,
+                limit,
+            ),
+        }
+    }
+}
+
+impl Explain for announcement::Rejection {
+    fn explain(self) -> ApiError {
+        use announcement::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("announcement"),
+            R::Exists => conflict("This was announced already."),
+        }
+    }
+}
