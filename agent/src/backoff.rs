@@ -28,12 +28,6 @@ impl Backoff {
         self.failures = 0;
     }
 
-    /// Whether the last attempt failed.
-    #[must_use]
-    pub fn is_failing(&self) -> bool {
-        self.failures > 0
-    }
-
     /// The pause after one more failure. `chance` is uniform in `0.0..1.0`. A server's `Retry-After` is the least that is
     /// waited, with jitter on top of it.
     pub fn next(&mut self, chance: f64, retry_after: Option<Duration>) -> Duration {

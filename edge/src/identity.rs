@@ -16,6 +16,7 @@ use axum::{
 use chrono::{DateTime, Utc};
 use thiserror::Error;
 use uuid::Uuid;
+use wire::error::reason;
 use x509_parser::{
     certificate::X509Certificate,
     extensions::{GeneralName, ParsedExtension},
@@ -130,11 +131,11 @@ impl Reason {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
-            Self::CertificateMissing => "certificate_missing",
-            Self::CertificateUnknown => "certificate_unknown",
-            Self::CertificateExpired => "certificate_expired",
-            Self::NodeFenced => "node_fenced",
-            Self::NodeRemoved => "node_removed",
+            Self::CertificateMissing => reason::CERTIFICATE_MISSING,
+            Self::CertificateUnknown => reason::CERTIFICATE_UNKNOWN,
+            Self::CertificateExpired => reason::CERTIFICATE_EXPIRED,
+            Self::NodeFenced => reason::NODE_FENCED,
+            Self::NodeRemoved => reason::NODE_REMOVED,
         }
     }
 }

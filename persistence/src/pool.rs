@@ -96,6 +96,12 @@ pub(crate) async fn begin(
     begun.await.unwrap_or(Err(sqlx::Error::WorkerCrashed))
 }
 
+/// The same, of one that locks what others wait for: the server ends it where this process does not go on with it. One that hangs in the
+/// middle, however long, would keep its shards from everybody.
+pub(crate) async fn begin_locking(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
+    begin(pool, "BEGIN; SET LOCAL idle_in_transaction_session_timeout = '3s'").await
+}
+
 fn connect_options(config: &PoolConfig) -> Result<PgConnectOptions, PoolError> {
     let options = PgConnectOptions::from_str(config.url.expose_secret()).map_err(|_| PoolError::Url)?;
     let options = options.application_name(&config.application_name);

@@ -1,6 +1,7 @@
 //! What grows by itself and must be kept small: remembered commands past their day, and the months of the partitioned logs.
 
 use crate::error::{Doing, StoreError};
+use crate::pool::begin_locking;
 use sqlx::PgPool;
 use std::time::Duration;
 
@@ -50,7 +51,7 @@ pub async fn count_anew(pool: &PgPool) -> Result<(), StoreError> {
 
 /// Two of them at once would each take what the other one took as well.
 async fn one_at_a_time(pool: &PgPool, statement: &'static str) -> Result<(), sqlx::Error> {
-    let mut transaction = pool.begin().await?;
+    let mut transaction = begin_locking(pool).await?;
     sqlx::query("SELECT pg_advisory_xact_lock(7311704871502)").execute(&mut *transaction).await?;
     sqlx::query(statement).execute(&mut *transaction).await?;
     transaction.commit().await

@@ -126,15 +126,25 @@ impl Role {
             Self::Webhook => "webhook",
         }
     }
+
+    fn names() -> String {
+        Self::ALL.map(Self::name).join(", ")
+    }
+}
+
+/// What `--roles` takes, for people.
+#[must_use]
+pub fn roles_help() -> String {
+    format!("All, or any of {}, with commas", Role::names())
 }
 
 impl FromStr for Role {
     type Err = anyhow::Error;
     fn from_str(name: &str) -> anyhow::Result<Self> {
-        Self::ALL.into_iter().find(|role| role.name() == name).with_context(|| {
-            let known: Vec<_> = Self::ALL.iter().map(|role| role.name()).collect();
-            format!("there is no role {name:?}; the roles are {}, or all", known.join(", "))
-        })
+        Self::ALL
+            .into_iter()
+            .find(|role| role.name() == name)
+            .with_context(|| format!("there is no role {name:?}; the roles are {}, or all", Self::names()))
     }
 }
 

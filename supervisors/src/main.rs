@@ -27,8 +27,7 @@ struct Arguments {
 enum Command {
     /// Runs the control plane; set up by SVC_* variables.
     Serve {
-        /// all, or any of api, node-api, terminal-gateway, entities, billing, provisioning, outbox-relay, notification-relay.
-        #[arg(long, env = "SVC_ROLES", default_value = "all")]
+        #[arg(long, env = "SVC_ROLES", default_value = "all", help = config::roles_help())]
         roles: String,
     },
     /// Starts a whole environment on this machine and runs the main job in it.

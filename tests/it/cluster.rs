@@ -217,6 +217,24 @@ async fn repair(world: &World, sick: &OnboardedNode, like: Uuid) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_hangs_while_it_seals_the_audit_log_keeps_its_shards_from_nobody() {
+    // What the sealer writes once it has locked the shards of what it seals.
+    const SEALS: &str = "INSERT INTO audit_seal%";
+    let mut world = World::plan().replicas(2).start().await;
+    world.register("h100").await;
+    let held = world.hold_table("audit_seal").await;
+    // Enough to seal for each of the two.
+    register_ten(&world).await;
+    held.expect_so_many_waiting(SEALS, 2).await;
+    world.signal_replica(0, Signal::SIGSTOP);
+    held.let_go().await;
+    expect_all_shards_owned_by(&world.at_replica(1, "admin"), 1).await;
+    world.signal_replica(0, Signal::SIGCONT);
+    expect_all_shards_owned_by(&world.at_replica(1, "admin"), 2).await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_replica_that_was_frozen_owns_nothing_any_more_and_commits_nothing_under_its_old_epoch() {
     let mut world = World::plan().replicas(2).start().await;
     let node = world.register("h100").await;

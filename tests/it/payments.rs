@@ -250,3 +250,29 @@ async fn by_command_line_a_user_pays_in_sees_it_and_asks_it_back() {
     verified(&world).await;
     world.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_account_in_another_currency_cannot_have_is_paid_back_at_the_processor() {
+    let mut world = short_windows().start().await;
+    let begun = world.begin_payment(5_000).await;
+    // Between the checkout and the payment an operator gives the account money of another kind.
+    let other = if CURRENCY == "USD" { "EUR" } else { "USD" };
+    let subject = world.identity.person("user").unwrap().id;
+    let accounts = "/api/v1/admin/billing/accounts";
+    let account = id_of(&world.admin.post(accounts, &json!({ "user_id": subject, "currency": other })).await.ok());
+    let gift = json!({ "amount_minor": 100, "currency": other, "reason": "a gift" });
+    world.admin.post(&format!("{accounts}/{account}/adjustments"), &gift).await.created();
+
+    world.pay(&begun).await;
+    world.expect_payment(&begun, "refused").await;
+    let path = format!("/api/v1/billing/payments/{}", begun.id);
+    let back = world.user.wait_until(&path, "it is paid back", |it| it["refunds"][0]["state"] == "succeeded").await;
+    assert_eq!((&back["left_minor"], &back["refunds"][0]["amount_minor"]), (&json!(0), &json!(5_000)), "{back}");
+    let there = world.outside().all("refunds").await;
+    let of_it = there.iter().filter(|refund| refund["payment_intent"] == begun.intent.as_str());
+    assert_eq!(of_it.map(|refund| refund["amount"].as_i64().unwrap()).collect::<Vec<_>>(), [5_000]);
+    let (all, _) = ledger(&world.user).await;
+    assert_eq!((all.len(), &all[0]["kind"]), (1, &json!("credit")), "nothing of it was in the account: {all:?}");
+    verified(&world).await;
+    world.end().await;
+}

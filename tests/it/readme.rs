@@ -28,6 +28,7 @@ const IN_A_BROWSER: [&str; 2] = ["**Renting it.**", "**A terminal in the browser
 const BY_SSH: [&str; 2] = ["## The main job by hand", "**Coming in by SSH,**"];
 const BY_COMMAND_LINE: [&str; 6] =
     ["## By command line", "**Renting.**", "**A terminal,**", "**Recordings.**", "**SSH,**", "**Administrators**"];
+const PAYING: [&str; 2] = ["## By command line", "**Paying in `deploy/up`.**"];
 
 /// What `deploy/up` gives its replicas, and tells in `.dev/env`.
 const REFRESH: (&str, &str) =
@@ -198,6 +199,20 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
     assert!(went_well && came_in, "{transcript}");
     expect_no_failure(&transcript);
     assert!(door.machine.stop_agent().is_some_and(|status| status.success()));
+    tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn by_command_line_a_user_pays_in_and_has_a_part_of_it_back() {
+    let mut world = World::plan().penniless().with_processor().variable(REFRESH.0, REFRESH.1).start().await;
+    let folder = followed(&world);
+    let script = format!("set -eu\nexport HOME=$PWD\n{}", recipes(&readme(), &PAYING));
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    assert!(went_well && transcript.contains("deposit") && transcript.contains("refund"), "{transcript}");
+    expect_no_failure(&transcript);
+    assert_eq!(world.balance_micro().await, 1_500_000_000);
+    let secret = world.outside().all("payment_intents").await[0]["client_secret"].clone();
+    world.keep_secret("a client secret", secret.as_str().unwrap());
     tokio::time::timeout(PATIENCE, world.end()).await.unwrap();
 }
 

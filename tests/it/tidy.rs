@@ -65,6 +65,25 @@ fn the_domain_names_nothing_but_plain_data() {
     assert!(foreign.is_empty(), "domain depends on {foreign:?}");
 }
 
+/// What `gpuaas serve` reads of its environment.
+#[test]
+fn every_variable_of_an_installation_stands_in_the_readme() {
+    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+    let sources = ["supervisors/src/config.rs", "supervisors/src/config/payments.rs"];
+    let is_variable = |text: &&str| {
+        ["SVC_", "NODE_", "INTERNAL_"].iter().any(|prefix| text.starts_with(prefix))
+            && text.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_')
+    };
+    let mut found = BTreeSet::new();
+    for source in sources {
+        let text = std::fs::read_to_string(root().join(source)).unwrap();
+        found.extend(text.split('"').filter(is_variable).map(str::to_owned));
+    }
+    assert!(found.len() > 30, "{found:?}");
+    let lacking: Vec<_> = found.iter().filter(|name| !readme.contains(&format!("`{name}`"))).collect();
+    assert!(lacking.is_empty(), "README.md says nothing of {lacking:?}");
+}
+
 #[test]
 fn the_domain_s_own_lints_ban_clocks_chance_and_the_environment() {
     let lints =

@@ -120,7 +120,7 @@ policy_keys! {
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";
     RateLimitAdminOverview = "rate_limit.admin_overview_requests_per_minute": int(600, 1, 1_000_000), "Admin overview polling.";
     RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute": int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
-    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens, per address; who has a good token is never hindered.";
+    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
     TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";

@@ -27,10 +27,6 @@ impl Envelope {
 
 /// `code` of a request whose client certificate does not speak for the node; [`Envelope::reason`] is one of [`reason`].
 pub const INVALID_NODE_IDENTITY: &str = "invalid_node_identity";
-/// `code` of a result whose attempt is over.
-pub const STALE_ATTEMPT: &str = "stale_attempt";
-/// `code` of a request that contradicts what is recorded.
-pub const STATE_CONFLICT: &str = "state_conflict";
 
 /// Values of `details.reason` beside [`INVALID_NODE_IDENTITY`].
 pub mod reason {

@@ -6,7 +6,7 @@
 
 use super::chain::{AuditKey, AuditKeys, COLUMNS, Head, Sealable, SignedHead, genesis, link};
 use crate::error::{Doing, StoreError, damaged};
-use crate::pool::begin;
+use crate::pool::begin_locking;
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
 use domain::machine::Timestamp;
@@ -77,7 +77,7 @@ impl Sealer {
     /// [`StoreError`]; whether it was sealed is seen at the next turn.
     pub async fn turn(&mut self, terms: &[(Shard, Epoch)], now: Timestamp) -> Result<Turn, StoreError> {
         let mut turn = Turn::default();
-        let mut transaction = begin(&self.pool, "BEGIN").await.doing("sealing the audit log")?;
+        let mut transaction = begin_locking(&self.pool).await.doing("sealing the audit log")?;
         let waiting = self.waiting(&mut transaction, terms, &mut turn).await?;
         if waiting.is_empty() {
             return Ok(turn);

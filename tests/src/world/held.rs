@@ -13,6 +13,8 @@ pub struct Held {
     holder: Transaction<'static, Postgres>,
     holder_pid: i32,
     pool: PgPool,
+    /// Whose timer was put off.
+    untimed: Option<Uuid>,
 }
 
 /// What becomes of a statement whose sender is dead.
@@ -32,12 +34,12 @@ impl World {
         Held::by(&self.pool, format!("SELECT FROM entity WHERE id = '{id}' FOR UPDATE")).await
     }
 
-    /// The same, and its own timer does not come before it is written.
+    /// The same, and its own timer does not come while it is held.
     pub async fn hold_untimed(&self, id: Uuid) -> Held {
         let held = self.hold(id).await;
         let later = "UPDATE deadline SET wake_at = now() + interval '1 hour' WHERE entity = $1";
         sqlx::query(later).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
-        held
+        Held { untimed: Some(id), ..held }
     }
 
     /// Nobody reads this table.
@@ -52,7 +54,7 @@ impl Held {
         sqlx::query(sqlx::AssertSqlSafe(statement)).execute(&mut *holder).await.expect("the lock is free in time");
         let holder_pid =
             sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *holder).await.expect("it answers");
-        Self { holder, holder_pid, pool: pool.clone() }
+        Self { holder, holder_pid, pool: pool.clone(), untimed: None }
     }
 
     /// Who holds a table is the only one who can read it.
@@ -62,11 +64,21 @@ impl Held {
 
     /// Until a statement that begins like this waits.
     pub async fn expect_waiting(&self, statement: &str) {
+        self.expect_so_many_waiting(statement, 1).await;
+    }
+
+    /// Until so many do.
+    pub async fn expect_so_many_waiting(&self, statement: &str, many: usize) {
         let until = Instant::now() + PATIENCE;
-        while self.waiting(statement).await.is_empty() {
-            assert!(Instant::now() < until, "nobody waits with {statement} within {PATIENCE:?}");
+        while self.waiting(statement).await.len() < many {
+            assert!(Instant::now() < until, "{many} do not wait with {statement} within {PATIENCE:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// Gives it back to those who live.
+    pub async fn let_go(self) {
+        self.holder.rollback().await.expect("the lock is given back");
     }
 
     /// Gives it back, when whoever sent the statement is dead.
@@ -89,6 +101,11 @@ impl Held {
         while sqlx::query_scalar::<_, i64>(gone).bind(&waiting).fetch_one(&self.pool).await.expect("it answers") > 0 {
             assert!(Instant::now() < until, "what was sent has not ended within {PATIENCE:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        if let Some(id) = self.untimed {
+            let now =
+                "UPDATE deadline SET wake_at = now() WHERE entity = $1 AND wake_at > now() + interval '30 minutes'";
+            sqlx::query(now).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
         }
     }
 
