@@ -16,7 +16,9 @@ async fn any_replica_shows_every_members_shards_and_queues_and_starts_its_worker
     let tree = here
         .wait_until(TREE, "two members have all shards and have looked at their consumers", |tree| {
             let members = tree["members"].as_array().unwrap();
-            let lag = |member| row(member, "node-events")["queue"]["waiting"].is_u64();
+            let lag = |member| {
+                ["node-events", "provisioning-events"].iter().all(|it| row(member, it)["queue"]["waiting"].is_u64())
+            };
             members.len() == 2 && shards(tree).len() == 256 && members.iter().all(lag)
         })
         .await;
