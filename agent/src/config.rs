@@ -16,6 +16,7 @@ use crate::gpus::SimulatedGpus;
 use crate::simulate::{Misbehaviour, SimulatedFailure};
 use crate::store::{self, StoreError};
 use crate::system::Settings;
+use crate::system::sudoers::SudoCommand;
 use crate::whom::WrongUser;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
@@ -158,15 +159,44 @@ pub enum ConfigError {
     Fingerprint { path: PathBuf, found: String, expected: String },
     #[error(transparent)]
     User(#[from] WrongUser),
+    /// Two or more, so that an operator corrects them in one go.
+    #[error("{} problems: {}", .0.len(), listed(.0))]
+    Several(Vec<Self>),
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+fn listed(problems: &[ConfigError]) -> String {
+    problems.iter().map(|problem| crate::chain(problem)).collect::<Vec<_>>().join("; ")
+}
+
+/// What is wrong, collected.
+#[derive(Default)]
+struct Problems(Vec<ConfigError>);
+
+impl Problems {
+    fn note<T>(&mut self, result: Result<T, ConfigError>) -> Option<T> {
+        result.map_err(|problem| self.0.push(problem)).ok()
+    }
+
+    /// Of at least one.
+    fn into_error(mut self) -> ConfigError {
+        match self.0.pop() {
+            Some(only) if self.0.is_empty() => only,
+            Some(last) => {
+                self.0.push(last);
+                ConfigError::Several(self.0)
+            }
+            None => ConfigError::Several(self.0),
+        }
+    }
 }
 
 impl Config {
     /// Puts the configuration together and writes the CA bundle's file if it is missing.
     ///
     /// # Errors
-    /// [`ConfigError`] says what is missing or wrong, and what to do.
+    /// [`ConfigError`] says everything that is missing or wrong, and what to do.
     pub fn gather(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
         let sources = Sources::open(flags, &environment)?;
         let state_dir = flags
@@ -174,32 +204,32 @@ impl Config {
             .clone()
             .or_else(|| sources.get(STATE_DIR).map(PathBuf::from))
             .unwrap_or_else(|| PathBuf::from(DEFAULT_STATE_DIR));
-        let node_id = match flags.node_id {
-            Some(node_id) => node_id,
-            None => sources
-                .require(names::NODE_ID)?
-                .parse()
-                .map_err(|_| ConfigError::Value { name: names::NODE_ID, expected: "a UUID" })?,
-        };
-        let api_url = sources.flag_or(flags.api_url.as_ref(), names::API_URL)?;
-        let is_https = reqwest::Url::parse(&api_url).is_ok_and(|url| url.scheme() == "https" && url.has_host());
-        if !is_https {
-            return Err(ConfigError::Value { name: names::API_URL, expected: "an https URL" });
-        }
-        let keys = sources.flag_or(flags.task_signing_pubkeys.as_ref(), names::TASK_SIGNING_PUBKEYS)?;
+        let mut problems = Problems::default();
+        let node_id = problems.note(node_id(flags, &sources));
+        let api_url = problems.note(api_url(flags, &sources));
+        let keys = sources.flag_or(flags.task_signing_pubkeys.as_ref(), names::TASK_SIGNING_PUBKEYS);
+        let keys = keys.and_then(|keys| Ok(VerifierSet::from_env_value(&keys)?));
+        let verifier_set = problems.note(keys);
         let path = |flag: &Option<PathBuf>, name: &str, default: &str| {
             flag.clone().or_else(|| sources.get(name).map(PathBuf::from)).unwrap_or_else(|| state_dir.join(default))
         };
         let ca_bundle_path = path(&flags.ca_bundle_path, names::CA_BUNDLE_PATH, "ca.pem");
+        let (pem, expected) = (sources.get(names::CA_BUNDLE_PEM), sources.get(names::CA_BUNDLE_FINGERPRINT));
+        let ca_bundle_pem = problems.note(ca_bundle(&ca_bundle_path, pem, expected));
+        let system = match flags.executor {
+            ExecutorChoice::Sandbox => Some(None),
+            ExecutorChoice::System => system_settings(&sources, &mut problems).map(Some),
+        };
+        let (Some(node_id), Some(api_url), Some(verifier_set), Some(ca_bundle_pem), Some(system)) =
+            (node_id, api_url, verifier_set, ca_bundle_pem, system)
+        else {
+            return Err(problems.into_error());
+        };
         Ok(Self {
             node_id,
             enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(Token::new),
-            api_url: api_url.trim_end_matches('/').to_owned(),
-            ca_bundle_pem: ca_bundle(
-                &ca_bundle_path,
-                sources.get(names::CA_BUNDLE_PEM),
-                sources.get(names::CA_BUNDLE_FINGERPRINT),
-            )?,
+            api_url,
+            ca_bundle_pem,
             node_cert_ca_bundle_path: path(
                 &flags.node_cert_ca_bundle_path,
                 names::NODE_CERT_CA_BUNDLE_PATH,
@@ -207,13 +237,10 @@ impl Config {
             ),
             cert_path: path(&flags.cert_path, names::CERT_PATH, "node.pem"),
             key_path: path(&flags.key_path, names::KEY_PATH, "node.key"),
-            verifier_set: VerifierSet::from_env_value(&keys)?,
+            verifier_set,
             max_concurrent_tasks: usize::from(flags.max_concurrent_tasks),
             recording_spool_bytes: u64::from(flags.recording_spool_mib) * 1024 * 1024,
-            system: match flags.executor {
-                ExecutorChoice::Sandbox => None,
-                ExecutorChoice::System => Some(system_settings(&sources)?),
-            },
+            system,
             simulated_gpus: flags.simulate_gpus.map(|count| SimulatedGpus {
                 count,
                 model: flags.gpu_model.clone(),
@@ -226,6 +253,26 @@ impl Config {
             state_dir,
         })
     }
+}
+
+fn node_id(flags: &Flags, sources: &Sources<'_>) -> Result<Uuid, ConfigError> {
+    match flags.node_id {
+        Some(node_id) => Ok(node_id),
+        None => sources
+            .require(names::NODE_ID)?
+            .parse()
+            .map_err(|_| ConfigError::Value { name: names::NODE_ID, expected: "a UUID" }),
+    }
+}
+
+/// Without a slash at its end.
+fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, ConfigError> {
+    let api_url = sources.flag_or(flags.api_url.as_ref(), names::API_URL)?;
+    let is_https = reqwest::Url::parse(&api_url).is_ok_and(|url| url.scheme() == "https" && url.has_host());
+    if !is_https {
+        return Err(ConfigError::Value { name: names::API_URL, expected: "an https URL" });
+    }
+    Ok(api_url.trim_end_matches('/').to_owned())
 }
 
 /// The environment, then the environment file. An empty value counts as none.
@@ -265,8 +312,8 @@ const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
-/// What the environment says of tenants' accounts; the rest is as in [`Settings::default`].
-fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
+/// What the environment says of tenants' accounts; the rest is as in [`Settings::default`]. `None` where something is wrong, which is noted.
+fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Settings> {
     let defaults = Settings::default();
     let folder = |name: &'static str, default: PathBuf| match sources.get(name).map(PathBuf::from) {
         Some(path) if path.is_absolute() && is_plain(&path) => Ok(path),
@@ -277,37 +324,49 @@ fn system_settings(sources: &Sources<'_>) -> Result<Settings, ConfigError> {
     };
     let uids = match sources.get(UIDS) {
         Some(text) => uid_range(&text)
-            .ok_or(ConfigError::Value { name: UIDS, expected: "a range of uids from 1000 on, as 70000-99999" })?,
-        None => defaults.uids,
+            .ok_or(ConfigError::Value { name: UIDS, expected: "a range of uids from 1000 on, as 70000-99999" }),
+        None => Ok(defaults.uids),
     };
+    let (uids, sudo_commands) = (problems.note(uids), problems.note(sudo_commands(sources)));
+    let (shared, ssh_listen) = (problems.note(shared_folders(sources)), problems.note(ssh_listen(sources)));
+    let homes = problems.note(folder(HOMES, defaults.homes));
+    let keys = problems.note(folder(KEYS, defaults.keys));
+    let devices = problems.note(folder(DEVICES, defaults.devices));
+    Some(Settings {
+        uids: uids?,
+        homes: homes?,
+        keys: keys?,
+        sudo_commands: sudo_commands?,
+        shared: shared?,
+        devices: devices?,
+        program: defaults.program,
+        ssh_listen: ssh_listen?,
+    })
+}
+
+fn sudo_commands(sources: &Sources<'_>) -> Result<Vec<SudoCommand>, ConfigError> {
     let commands = sources.get(SUDO_COMMANDS).unwrap_or_default();
     let commands = commands.split(',').map(str::trim).filter(|command| !command.is_empty());
-    let sudo_commands = commands
+    commands
         .map(str::parse)
         .collect::<Result<_, _>>()
-        .map_err(|_| ConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })?;
+        .map_err(|_| ConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })
+}
+
+fn shared_folders(sources: &Sources<'_>) -> Result<Vec<PathBuf>, ConfigError> {
     let shared = sources.get(SHARED).unwrap_or_default();
     let shared = shared.split(',').map(str::trim).filter(|path| !path.is_empty()).map(PathBuf::from);
     let shared: Vec<PathBuf> = shared.collect();
-    if !shared.iter().all(|path| path.is_absolute() && path.parent().is_some()) {
-        return Err(ConfigError::Value { name: SHARED, expected: "absolute paths of folders, by commas" });
+    if shared.iter().all(|path| path.is_absolute() && path.parent().is_some()) {
+        return Ok(shared);
     }
-    Ok(Settings {
-        uids,
-        homes: folder(HOMES, defaults.homes)?,
-        keys: folder(KEYS, defaults.keys)?,
-        sudo_commands,
-        shared,
-        devices: folder(DEVICES, defaults.devices)?,
-        program: defaults.program,
-        ssh_listen: match sources.get(SSH_LISTEN) {
-            Some(text) => Some(text.parse().map_err(|_| ConfigError::Value {
-                name: SSH_LISTEN,
-                expected: "an address with a port, as 0.0.0.0:2222",
-            })?),
-            None => None,
-        },
-    })
+    Err(ConfigError::Value { name: SHARED, expected: "absolute paths of folders, by commas" })
+}
+
+fn ssh_listen(sources: &Sources<'_>) -> Result<Option<std::net::SocketAddr>, ConfigError> {
+    let Some(text) = sources.get(SSH_LISTEN) else { return Ok(None) };
+    let parsed = text.parse().map(Some);
+    parsed.map_err(|_| ConfigError::Value { name: SSH_LISTEN, expected: "an address with a port, as 0.0.0.0:2222" })
 }
 
 /// Whether a path can stand in a file of sshd's or systemd's and mean itself.
@@ -458,6 +517,24 @@ mod tests {
         std::fs::create_dir(folder.path().join("etc")).unwrap();
         std::fs::write(folder.path().join("etc/ca.pem"), "stale").unwrap();
         assert!(matches!(gather(folder.path(), &text), Err(ConfigError::Fingerprint { .. })));
+    }
+
+    #[test]
+    fn every_problem_of_a_configuration_is_named_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("agent.env");
+        std::fs::write(&path, "SVC_NODE_ID=node-1\n").unwrap();
+        let flags = Flags { env_file: Some(path), executor: ExecutorChoice::System, ..Flags::default() };
+        let environment = |name: &str| match name {
+            UIDS => Some("0-5".to_owned()),
+            SSH_LISTEN => Some("2222".to_owned()),
+            _ => None,
+        };
+        let error = Config::gather(&flags, environment).unwrap_err().to_string();
+        for name in ["SVC_NODE_ID", "SVC_API_URL", "SVC_TASK_SIGNING_PUBKEYS", "SVC_CA_BUNDLE_PEM", UIDS, SSH_LISTEN] {
+            assert_eq!(error.matches(name).count(), 1, "{name}: {error}");
+        }
+        assert!(error.starts_with("6 problems: "), "{error}");
     }
 
     #[test]

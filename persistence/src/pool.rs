@@ -6,7 +6,7 @@ mod undelayed;
 pub(crate) use kept::Kept;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
-use sqlx::{Connection as _, Postgres, Transaction};
+use sqlx::{ConnectOptions as _, Connection as _, Postgres, Transaction};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -14,6 +14,9 @@ use undelayed::undelayed;
 
 /// A connection that rested longer is asked whether it lives before a statement is trusted to it.
 const IDLE: Duration = Duration::from_millis(500);
+
+/// How long the first connection may take.
+const CONNECTS_WITHIN: Duration = Duration::from_secs(5);
 
 /// Where the database is and how many connections the reads may hold, and everything else that is neither a read nor a
 /// commit likewise. The committer's workers hold one more each.
@@ -82,6 +85,74 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
             })
         })
         .connect_lazy_with(options))
+}
+
+/// Whether a pool could be opened with these settings, without connecting.
+///
+/// # Errors
+/// As [`open`].
+pub fn check(config: &PoolConfig) -> Result<(), PoolError> {
+    connect_options(config).map(|_| ())
+}
+
+/// Why there is no connection to the database.
+#[derive(Debug, thiserror::Error)]
+pub enum NoConnection {
+    /// It does not answer, or takes no connections at this moment.
+    #[error("the database at {at} cannot be reached")]
+    Down {
+        at: String,
+        #[source]
+        source: sqlx::Error,
+    },
+    /// It answers and refuses: the password, the user, the database's name or its certificate is wrong.
+    #[error("the database at {at} refuses this process")]
+    Refused {
+        at: String,
+        #[source]
+        source: sqlx::Error,
+    },
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// Makes one connection and closes it, so that its failure is told plainly: a pool only reports that none came in time.
+///
+/// # Errors
+/// [`NoConnection`] with the server's own words as the source.
+pub async fn reach(config: &PoolConfig) -> Result<(), NoConnection> {
+    let options = connect_options(config)?;
+    let at = place(&options);
+    let connecting = tokio::time::timeout(CONNECTS_WITHIN, options.connect());
+    let failed = match connecting.await {
+        Ok(Ok(connection)) => {
+            // It was reached; how the connection ends changes nothing.
+            let _ = connection.close().await;
+            return Ok(());
+        }
+        Ok(Err(error)) => error,
+        Err(_) => sqlx::Error::Io(std::io::ErrorKind::TimedOut.into()),
+    };
+    Err(if is_refusal(&failed) {
+        NoConnection::Refused { at, source: failed }
+    } else {
+        NoConnection::Down { at, source: failed }
+    })
+}
+
+/// Where the database is, without user and password.
+fn place(options: &PgConnectOptions) -> String {
+    let database = options.get_database().unwrap_or_default();
+    match options.get_socket() {
+        Some(socket) => format!("{}/{database}", socket.display()),
+        None => format!("{}:{}/{database}", options.get_host(), options.get_port()),
+    }
+}
+
+/// SQLSTATE classes 28 (invalid authorization) and 3D (unknown database), and a certificate that does not verify.
+fn is_refusal(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code());
+    matches!(error, sqlx::Error::Tls(_)) || code.is_some_and(|code| code.starts_with("28") || code.starts_with("3D"))
 }
 
 /// Begins a transaction, whole or not at all: whoever does not wait for it any more leaves no connection in the middle of one. (The

@@ -4,6 +4,7 @@ pub mod audit_command;
 pub mod cluster;
 pub mod config;
 pub mod dev;
+pub mod exit;
 pub mod figures;
 pub mod keys_command;
 pub mod ledger_command;

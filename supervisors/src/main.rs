@@ -3,13 +3,14 @@
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
+use supervisors::config::ConfigError;
 use supervisors::dev::{self, DevArgs};
 use supervisors::keys_command::{self, KeysArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::restart_command::{self, RestartArgs};
 use supervisors::tree_command::{self, TreeArgs};
-use supervisors::{config, logging, serve};
+use supervisors::{config, exit, logging, serve};
 
 /// Gives memory back after a burst, and touches no page of a buffer before somebody writes to it (decisions/0014).
 #[global_allocator]
@@ -58,7 +59,7 @@ async fn main() -> ExitCode {
         Err(error) => {
             use std::io::Write;
             let _ = writeln!(std::io::stderr(), "gpuaas: {error:#}");
-            ExitCode::FAILURE
+            exit::code_of(&error)
         }
     }
 }
@@ -66,10 +67,13 @@ async fn main() -> ExitCode {
 async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
     match arguments.command {
         Command::Serve { roles } => {
-            let traces = logging::start()?;
+            let traces = logging::start().map_err(|error| ConfigError::of(format!("{error:#}")));
             logging::short_panics();
-            let mut config = config::Config::from_environment()?;
-            config.roles = config::parse_roles(&roles)?;
+            let (config, traces) = match (config::Config::from_environment(&roles), traces) {
+                (Ok(config), Ok(traces)) => (config, traces),
+                (Err(wrong), Err(more)) => return Err(wrong.and(more).into()),
+                (Err(wrong), Ok(_)) | (Ok(_), Err(wrong)) => return Err(wrong.into()),
+            };
             serve::serve(config, traces).await?;
         }
         Command::Dev(args) => dev::run(args).await?,

@@ -131,7 +131,7 @@ pub async fn serve(config: Config, traces: Option<Traces>) -> anyhow::Result<()>
 /// # Errors
 /// Where the database cannot be reached, or a member still lives.
 pub async fn begin_incarnation() -> anyhow::Result<i64> {
-    let pool = open_database(&Config::from_environment()?).await?;
+    let pool = open_database(&Config::from_environment("all")?).await?;
     let cluster = Cluster::new(pool);
     let living = cluster.living(crate::cluster::SILENCE).await?;
     if let Some(heard) = living.first() {
@@ -157,13 +157,13 @@ impl Process {
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
-        let ring = Arc::new(KeyRing::load(&config.kek_file).context("SVC_KEK_FILE cannot be used")?);
+        let ring = Arc::clone(&config.key_ring);
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
         // Before any secret is opened, so that what is wrong is said with what to do.
         secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let relay_secret = trust::terminal_relay(&secrets).await?;
         let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
-        let domain = TrustDomain::parse(&config.trust_domain).context("SVC_TRUST_DOMAIN is no trust domain")?;
+        let domain = config.trust_domain.clone();
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
         let keeper = Arc::new(Keeper {
             reads: reads.clone(),
@@ -433,7 +433,7 @@ impl Process {
             listening.push((
                 "public-api",
                 Listening {
-                    at: bind(config.public_listen).await?,
+                    at: bind("SVC_PUBLIC_LISTEN", config.public_listen).await?,
                     tls: Arc::clone(&tls),
                     router,
                     limits: ListenerLimits::default(),
@@ -452,7 +452,7 @@ impl Process {
             listening.push((
                 "node-api",
                 Listening {
-                    at: bind(config.node_listen).await?,
+                    at: bind("SVC_NODE_LISTEN", config.node_listen).await?,
                     tls: self.keeper.acceptor.get_or_init(|| acceptor).config(),
                     router: edge::node_api::router(services.clone()),
                     limits: ListenerLimits::default(),
@@ -468,7 +468,7 @@ impl Process {
             listening.push((
                 "webhook",
                 Listening {
-                    at: bind(config.webhook_listen).await?,
+                    at: bind("SVC_WEBHOOK_LISTEN", config.webhook_listen).await?,
                     tls,
                     router: edge::webhook::router(services.clone()),
                     limits: edge::webhook::listener_limits(),
@@ -486,7 +486,10 @@ impl Process {
                 (name, work(&Arc::new(listening), |listening| async move { listening.serve().await }))
             })
             .collect();
-        let operations = (Arc::new(bind(config.operations_listen).await?), edge::api::operations(services.clone()));
+        let operations = (
+            Arc::new(bind("SVC_OPERATIONS_LISTEN", config.operations_listen).await?),
+            edge::api::operations(services.clone()),
+        );
         works.insert("operations", work(&operations, |(at, router)| async move { serve_in_clear(&at, router).await }));
         Ok(works)
     }
@@ -648,6 +651,7 @@ fn database(config: &Config) -> PoolConfig {
 }
 
 async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
+    persistence::pool::reach(&database(config)).await?;
     let pool = persistence::pool::open(&database(config))?;
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
     persistence::sweep::make_partitions(&pool, 2).await?;
@@ -667,8 +671,10 @@ async fn authenticator(config: &Config, keys: KeysInForce, reads: Reads) -> anyh
     Ok(Authenticator::new(identity.rules.clone(), jwks).issuing(service_tokens))
 }
 
-async fn bind(address: SocketAddr) -> anyhow::Result<std::net::TcpListener> {
-    let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
+/// `variable` names the setting that an operator changes where the address cannot be had.
+async fn bind(variable: &str, address: SocketAddr) -> anyhow::Result<std::net::TcpListener> {
+    let listener =
+        TcpListener::bind(address).await.with_context(|| format!("{variable}: cannot listen on {address}"))?;
     Ok(listener.into_std()?)
 }
 

@@ -35,6 +35,14 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 /// How long a word may take to leave.
 const SAID_WITHIN: Duration = Duration::from_millis(100);
 
+/// Whether [`Bus::connect`] can use this URL.
+///
+/// # Errors
+/// Says what is wrong with it, without quoting it: it may hold a password.
+pub fn check_url(url: &str) -> anyhow::Result<()> {
+    url::Parts::parse(url).map(|_| ())
+}
+
 /// What a member says to the others.
 #[derive(Clone)]
 pub struct Bus {
@@ -335,11 +343,15 @@ mod url {
 
     impl Parts {
         pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
-            let mut url = reqwest::Url::parse(text).context("SVC_NATS_URL is no URL")?;
+            let mut url = reqwest::Url::parse(text)
+                .context("SVC_NATS_URL is no URL; it must look like tls://user:password@nats.example:4222")?;
+            if !["tls", "nats"].contains(&url.scheme()) || !url.has_host() {
+                anyhow::bail!("SVC_NATS_URL must begin with tls:// or nats:// and name a host");
+            }
             let user = Some(url.username()).filter(|user| !user.is_empty()).map(decoded).transpose()?;
             let password = url.password().map(decoded).transpose()?;
             if url.set_username("").is_err() || url.set_password(None).is_err() {
-                anyhow::bail!("SVC_NATS_URL must name a host");
+                anyhow::bail!("SVC_NATS_URL must begin with tls:// or nats:// and name a host");
             }
             Ok(Self { server: url.to_string(), user, password })
         }

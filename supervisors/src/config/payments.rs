@@ -1,7 +1,7 @@
 //! How payments are made: which processor, as whom, and where users pay.
 
-use super::items;
-use anyhow::{Context, bail};
+use super::variables::{Variables, items};
+use anyhow::Context;
 use domain::money::Currency;
 use edge::processor::signature::WebhookSecrets;
 use edge::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
@@ -75,66 +75,90 @@ impl Payments {
     }
 }
 
-/// Reads it from `variable`: all of it, or nothing.
-pub(super) fn payments(variable: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<Payments>> {
-    let Some(secret_key) = variable(SECRET_KEY) else {
+/// All of it, or nothing.
+pub(super) fn payments(variables: &mut Variables<'_>) -> Option<Payments> {
+    let Some(secret_key) = variables.optional(SECRET_KEY) else {
         let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA, RECONCILE];
-        return match rest.into_iter().find(|name| variable(name).is_some()) {
-            Some(name) => bail!("{name} is set, but {SECRET_KEY} is not: nobody could pay"),
-            None => Ok(None),
-        };
+        if let Some(name) = rest.into_iter().find(|name| variables.optional(name).is_some()) {
+            variables.wrong(format!("{name} is set, but {SECRET_KEY} is not: nobody could pay"));
+        }
+        return None;
     };
     if secret_key.contains(|c: char| !c.is_ascii_graphic()) {
-        bail!("{SECRET_KEY} is no key: it holds what no header may hold");
+        variables.wrong(format!("{SECRET_KEY} is no key: it holds what no header may hold"));
     }
-    let secrets = variable(WEBHOOK_SECRETS).with_context(|| {
-        format!("{WEBHOOK_SECRETS} is not set; it must hold the secret of the webhook endpoint (two with commas while it is rolled)")
-    })?;
-    let secrets: Vec<SecretString> = items(&secrets).into_iter().map(SecretString::from).collect();
-    let webhook_secrets = WebhookSecrets::new(&secrets)
-        .with_context(|| format!("{WEBHOOK_SECRETS}: each secret needs 16 characters or more"))?;
-    let checkout = match variable(CHECKOUT).as_deref() {
+    let webhook_secrets = webhook_secrets(variables);
+    let checkout = match variables.optional(CHECKOUT).as_deref() {
         None | Some("sessions") => CheckoutPage::Sessions,
         Some("page") => CheckoutPage::Ours,
-        Some(other) => bail!("{CHECKOUT} is {other:?}; it must be sessions (the processor's page) or page (ours)"),
+        Some(other) => {
+            variables
+                .wrong(format!("{CHECKOUT} is {other:?}; it must be sessions (the processor's page) or page (ours)"));
+            CheckoutPage::Sessions
+        }
     };
-    let publishable_key = variable(PUBLISHABLE_KEY);
+    let publishable_key = variables.optional(PUBLISHABLE_KEY);
     if checkout == CheckoutPage::Ours && publishable_key.is_none() {
-        bail!("{CHECKOUT} is page; {PUBLISHABLE_KEY} must hold the key that browsers show the processor");
+        variables
+            .wrong(format!("{CHECKOUT} is page; {PUBLISHABLE_KEY} must hold the key that browsers show the processor"));
     }
-    let currency = variable(CURRENCY).unwrap_or_else(|| "EUR".to_owned());
-    let currency = Currency::parse(&currency)
-        .with_context(|| format!("{CURRENCY} is {currency:?}; it must be a code such as EUR"))?;
-    let reconciles_every = match variable(RECONCILE) {
-        None => RECONCILE_SECONDS,
-        Some(text) => match text.parse() {
-            Ok(seconds @ 1..=86_400) => seconds,
-            _ => bail!("{RECONCILE} is {text:?}; it must be a number of seconds, a day at most"),
-        },
-    };
-    Ok(Some(Payments {
+    let code = variables.optional(CURRENCY).unwrap_or_else(|| "EUR".to_owned());
+    let currency = Currency::parse(&code).ok();
+    if currency.is_none() {
+        variables.wrong(format!("{CURRENCY} is {code:?}; it must be a code such as EUR"));
+    }
+    let payments = Payments {
         secret_key: secret_key.into(),
-        webhook_secrets,
-        api_base: variable(API_BASE).unwrap_or_else(|| "https://api.stripe.com".to_owned()),
+        webhook_secrets: webhook_secrets?,
+        api_base: variables.optional(API_BASE).unwrap_or_else(|| "https://api.stripe.com".to_owned()),
         checkout,
         publishable_key,
-        script_url: variable(SCRIPT_URL).unwrap_or_else(|| "https://js.stripe.com/v3/".to_owned()),
-        currency,
-        ca: variable(CA).map(PathBuf::from),
-        reconciles_every: Duration::from_secs(reconciles_every),
-    }))
+        script_url: variables.optional(SCRIPT_URL).unwrap_or_else(|| "https://js.stripe.com/v3/".to_owned()),
+        ca: variables.optional_certificates(CA),
+        reconciles_every: reconciles_every(variables),
+        currency: currency?,
+    };
+    if let Err(error) = payments.open() {
+        variables.wrong(format!("{error:#}"));
+    }
+    Some(payments)
+}
+
+fn webhook_secrets(variables: &mut Variables<'_>) -> Option<WebhookSecrets> {
+    let secrets =
+        variables.required(WEBHOOK_SECRETS, "the secret of the webhook endpoint (two with commas while it is rolled)");
+    let list: Vec<SecretString> = items(&secrets).into_iter().map(SecretString::from).collect();
+    let parsed = WebhookSecrets::new(&list);
+    if !secrets.is_empty() && parsed.is_none() {
+        variables.wrong(format!("{WEBHOOK_SECRETS} cannot be used: each secret needs 16 characters or more"));
+    }
+    parsed
+}
+
+fn reconciles_every(variables: &mut Variables<'_>) -> Duration {
+    let seconds = match variables.optional(RECONCILE).map(|text| (text.parse(), text)) {
+        None => RECONCILE_SECONDS,
+        Some((Ok(seconds @ 1..=86_400), _)) => seconds,
+        Some((Ok(_) | Err(_), text)) => {
+            variables.wrong(format!("{RECONCILE} is {text:?}; it must be a number of seconds, a day at most"));
+            RECONCILE_SECONDS
+        }
+    };
+    Duration::from_secs(seconds)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::config::variables::{ConfigError, read_from};
 
     const KEY: (&str, &str) = (SECRET_KEY, "sk_test_0123456789");
     const HOOK: (&str, &str) = (WEBHOOK_SECRETS, "whsec_0123456789abcdef, whsec_fedcba9876543210");
 
-    fn read(variables: &[(&str, &str)]) -> anyhow::Result<Option<Payments>> {
-        payments(|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+    fn read(variables: &[(&str, &str)]) -> Result<Option<Payments>, ConfigError> {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        read_from(variables, payments)
     }
 
     #[test]
@@ -152,15 +176,14 @@ mod tests {
 
     #[test]
     fn the_page_of_ours_is_told_where_the_processor_is() {
-        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let at = (API_BASE, "http://127.0.0.1:8420/");
         let ours = [KEY, HOOK, at, (CHECKOUT, "page"), (PUBLISHABLE_KEY, "pk_test_1")];
         let page = read(&ours).unwrap().unwrap().open().unwrap().page.unwrap();
         assert_eq!(page.api_origin, "http://127.0.0.1:8420");
         assert!(read(&[KEY, HOOK, (PUBLISHABLE_KEY, "pk_test_1")]).unwrap().unwrap().open().unwrap().page.is_none());
         for base in ["http://api.stripe.example", "nowhere"] {
-            let error = read(&[KEY, HOOK, (API_BASE, base)]).unwrap().unwrap().open().err().unwrap();
-            assert!(format!("{error:#}").contains(API_BASE), "{error:#}");
+            let error = read(&[KEY, HOOK, (API_BASE, base)]).unwrap_err().to_string();
+            assert!(error.contains(API_BASE), "{error}");
         }
     }
 
@@ -179,7 +202,7 @@ mod tests {
             (vec![KEY, HOOK, (RECONCILE, "0")], RECONCILE),
             (vec![KEY, HOOK, (RECONCILE, "soon")], RECONCILE),
         ] {
-            let error = format!("{:#}", read(&variables).unwrap_err());
+            let error = read(&variables).unwrap_err().to_string();
             assert!(error.contains(named) && !error.contains("0123"), "{error}");
         }
     }

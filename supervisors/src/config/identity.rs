@@ -1,0 +1,140 @@
+//! The identity provider, and what its tokens look like.
+
+use super::variables::Variables;
+use edge::auth::internal::InternalToken;
+use edge::auth::jwks::{Jwks, JwksSettings};
+use edge::auth::{Algorithm, TokenRules};
+use std::path::PathBuf;
+
+const CA: &str = "SVC_OIDC_CA_PATH";
+
+/// The identity provider, and what its tokens look like.
+#[derive(Debug)]
+pub struct Identity {
+    /// Its authorities, where the system's do not know its certificate.
+    pub ca: Option<PathBuf>,
+    pub rules: TokenRules,
+    /// Opens `POST /internal/auth/jwks/refresh`; without it that route is not there.
+    pub jwks_refresh_token: Option<InternalToken>,
+}
+
+pub(super) fn identity(variables: &mut Variables<'_>) -> Identity {
+    let issuer = variables.required(
+        "SVC_OIDC_ISSUER",
+        "the identity provider's issuer URL, exactly as tokens name it, for example https://login.example/realms/gpu",
+    );
+    if !issuer.is_empty()
+        && let Err(error) = Jwks::new(JwksSettings::new(issuer.clone()))
+    {
+        variables.wrong(format!("SVC_OIDC_ISSUER cannot be used: {error}"));
+    }
+    let audiences =
+        variables.required("SVC_OIDC_AUDIENCE", "the audience that tokens must name, or several with commas");
+    let is_set = !audiences.is_empty();
+    let audiences = super::variables::items(&audiences);
+    if is_set && audiences.is_empty() {
+        variables.wrong("SVC_OIDC_AUDIENCE names no audience; it must be one, or several with commas");
+    }
+    let mut rules = TokenRules::new(issuer, String::new());
+    rules.audiences = audiences;
+    let named = variables.list("SVC_OIDC_ALGORITHMS");
+    if !named.is_empty() {
+        rules.algorithms = named.iter().filter_map(|name| algorithm(variables, name)).collect();
+    }
+    let claims = &mut rules.claims;
+    for (name, path) in [
+        ("SVC_OIDC_CLAIM_USER_ID", &mut claims.user_id),
+        ("SVC_OIDC_CLAIM_ROLES", &mut claims.roles),
+        ("SVC_OIDC_CLAIM_ORG_ID", &mut claims.org_id),
+        ("SVC_OIDC_CLAIM_PROJECT_ID", &mut claims.project_id),
+        ("SVC_OIDC_CLAIM_PLAN", &mut claims.plan),
+    ] {
+        if let Some(configured) = variables.optional(name) {
+            *path = configured;
+        }
+    }
+    let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
+    Identity { ca: variables.optional_certificates(CA), rules, jwks_refresh_token }
+}
+
+/// The value is a secret and is not quoted.
+pub(super) fn internal_token(variables: &mut Variables<'_>, name: &str) -> Option<InternalToken> {
+    let token = InternalToken::new(&variables.optional(name)?);
+    if token.is_none() {
+        variables.wrong(format!("{name} cannot be used; it needs 32 characters or more, no spaces"));
+    }
+    token
+}
+
+/// An algorithm by which a provider may sign. A shared secret is none: whoever verifies with it could sign, too.
+fn algorithm(variables: &mut Variables<'_>, name: &str) -> Option<Algorithm> {
+    let known = [
+        Algorithm::RS256,
+        Algorithm::RS384,
+        Algorithm::RS512,
+        Algorithm::PS256,
+        Algorithm::PS384,
+        Algorithm::PS512,
+        Algorithm::ES256,
+        Algorithm::ES384,
+        Algorithm::EdDSA,
+    ];
+    let found = known.into_iter().find(|algorithm| format!("{algorithm:?}") == name);
+    if found.is_none() {
+        let known = known.map(|algorithm| format!("{algorithm:?}")).join(", ");
+        variables.wrong(format!("SVC_OIDC_ALGORITHMS: {name:?} is not one of {known}"));
+    }
+    found
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::variables::{ConfigError, read_from};
+
+    fn identity_of(variables: &[(&str, &str)]) -> Result<Identity, ConfigError> {
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+        let needed = [("SVC_OIDC_ISSUER", "https://idp.example"), ("SVC_OIDC_AUDIENCE", "gpu, https://gpu.example")];
+        read_from(&[variables, &needed].concat(), identity)
+    }
+
+    #[test]
+    fn a_provider_other_than_keycloak_is_told_where_its_claims_are() {
+        let plain = identity_of(&[]).unwrap();
+        assert_eq!(plain.rules.audiences, ["gpu", "https://gpu.example"]);
+        assert_eq!(plain.rules.claims.roles, "realm_access.roles");
+        assert!(plain.jwks_refresh_token.is_none());
+        let told = identity_of(&[
+            ("SVC_OIDC_CLAIM_ROLES", "https://gpu.example/roles"),
+            ("SVC_OIDC_CLAIM_USER_ID", "uid"),
+            ("SVC_OIDC_CLAIM_PROJECT_ID", "tenancy.project"),
+            ("SVC_OIDC_ALGORITHMS", "ES256, EdDSA"),
+            ("INTERNAL_JWKS_REFRESH_TOKEN", "0123456789abcdef0123456789abcdef"),
+        ])
+        .unwrap();
+        let claims = &told.rules.claims;
+        assert_eq!(
+            (claims.roles.as_str(), claims.user_id.as_str(), claims.project_id.as_str(), claims.org_id.as_str()),
+            ("https://gpu.example/roles", "uid", "tenancy.project", "org_id")
+        );
+        assert_eq!(told.rules.algorithms, [Algorithm::ES256, Algorithm::EdDSA]);
+        assert!(told.jwks_refresh_token.is_some());
+    }
+
+    #[test]
+    fn a_shared_secret_no_algorithm_and_a_guessable_token_are_refused_by_name() {
+        for (name, value) in [
+            ("SVC_OIDC_ISSUER", "http://idp.example"),
+            ("SVC_OIDC_ALGORITHMS", "HS256"),
+            ("SVC_OIDC_ALGORITHMS", "none"),
+            ("SVC_OIDC_ALGORITHMS", "ES256,es256"),
+            ("SVC_OIDC_AUDIENCE", " , "),
+            ("SVC_OIDC_CA_PATH", "/nowhere/ca.pem"),
+            ("INTERNAL_JWKS_REFRESH_TOKEN", "changeme"),
+        ] {
+            let error = identity_of(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.contains(name) && !error.contains("changeme"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! What stands in front of the node API, and what bundles say of the agent's package.
+
+use super::variables::Variables;
+use edge::identity::forwarded::Forwarding;
+use ipnet::IpNet;
+use wire::bundle::{Package, names};
+
+const WAY: &str = "SVC_NODE_CLIENT_IDENTITY";
+const NETWORKS: &str = "SVC_NODE_TRUSTED_PROXIES";
+
+/// Proxies that end TLS for the node API, and how they forward a client's certificate.
+#[derive(Debug, PartialEq, Eq)]
+pub struct NodeProxies {
+    pub forwarding: Forwarding,
+    pub networks: Vec<IpNet>,
+}
+
+pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies> {
+    let way = variables.optional(WAY).unwrap_or_else(|| "tls".to_owned());
+    let names_networks = !variables.list(NETWORKS).is_empty();
+    let networks = variables.networks(NETWORKS);
+    if way == "tls" {
+        if names_networks {
+            variables
+                .wrong(format!("{NETWORKS} is set, but {WAY} does not say how those proxies forward a certificate"));
+        }
+        return None;
+    }
+    let forwarding = Forwarding::ALL.into_iter().find(|known| known.name() == way);
+    if forwarding.is_none() {
+        let known = Forwarding::ALL.map(Forwarding::name).join(", ");
+        variables.wrong(format!("{WAY} is {way:?}; it must be tls, or one of {known}"));
+    }
+    if !names_networks {
+        variables
+            .wrong(format!("{WAY} is {way}; {NETWORKS} must name the proxies' networks: only their word is taken"));
+    }
+    if let Some(everybody) = networks.iter().find(|network| network.prefix_len() == 0) {
+        variables.wrong(format!("{NETWORKS}: {everybody} would let everybody be any node"));
+    }
+    Some(NodeProxies { forwarding: forwarding?, networks })
+}
+
+/// What is not set is null in the bundle.
+pub(super) fn package(variables: &mut Variables<'_>) -> Package {
+    let mut told = |name: &str, what: &str, is_one: fn(&str) -> bool| {
+        let value = variables.optional(name)?;
+        if !is_one(&value) {
+            variables.wrong(format!("{name} is {value:?}; it must be {what}"));
+        }
+        Some(value)
+    };
+    let is_word = |text: &str| !text.contains(|character: char| character.is_whitespace() || character.is_control());
+    let is_digest = |text: &str| {
+        text.strip_prefix("sha256:")
+            .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
+    };
+    let is_path = |text: &str| text.starts_with('/') && !text.contains(char::is_control);
+    let is_unit = |text: &str| {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@\\".contains(&byte);
+        text.ends_with(".service") && !text.starts_with('-') && text.bytes().all(allowed)
+    };
+    let package = Package {
+        oci_ref: told(names::PACKAGE_OCI_REF, "a reference in an OCI registry", is_word),
+        digest: told(names::PACKAGE_DIGEST, "sha256: and 64 hexadecimal digits", is_digest),
+        pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word),
+        install_root: told(names::INSTALL_ROOT, "an absolute path", is_path),
+        env_file_path: told(names::ENV_FILE, "an absolute path", is_path),
+        systemd_unit_name: told(
+            names::SYSTEMD_UNIT,
+            "the name of a systemd unit, such as gpuaas-agent.service",
+            is_unit,
+        ),
+    };
+    // A reference alone is whatever the registry says today.
+    if package.oci_ref.is_some() != package.digest.is_some() {
+        let (reference, digest) = (names::PACKAGE_OCI_REF, names::PACKAGE_DIGEST);
+        variables.wrong(format!("{reference} and {digest} go together: a package is pulled by its digest"));
+    }
+    package
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::variables::{ConfigError, read_from};
+
+    fn proxies_of(variables: &[(&str, &str)]) -> Result<Option<NodeProxies>, ConfigError> {
+        read_from(variables, node_proxies)
+    }
+
+    #[test]
+    fn the_node_api_ends_tls_itself_unless_proxies_and_their_way_are_named() {
+        assert_eq!(proxies_of(&[]).unwrap(), None);
+        assert_eq!(proxies_of(&[(WAY, "tls")]).unwrap(), None);
+        let proxies = proxies_of(&[(WAY, "rfc9440"), (NETWORKS, "10.0.0.7/32, fd00::/64")]).unwrap().unwrap();
+        assert_eq!((proxies.forwarding, proxies.networks.len()), (Forwarding::Rfc9440, 2));
+        for (variables, named) in [
+            (vec![(WAY, "rfc9440")], NETWORKS),
+            (vec![(NETWORKS, "10.0.0.0/8")], WAY),
+            (vec![(WAY, "spiffe"), (NETWORKS, "10.0.0.0/8")], "xfcc"),
+            (vec![(WAY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "everybody"),
+            (vec![(WAY, "nginx"), (NETWORKS, "proxy.internal")], "proxy.internal"),
+        ] {
+            let error = proxies_of(&variables).unwrap_err().to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_package_is_null_where_unset_and_goes_by_its_digest() {
+        assert_eq!(read_from(&[], package).unwrap(), Package::default());
+        let digest = format!("sha256:{}", "0f".repeat(32));
+        let told = [
+            (names::PACKAGE_OCI_REF, "registry.example/gpuaas/agent:1"),
+            (names::PACKAGE_DIGEST, digest.as_str()),
+            (names::ENV_FILE, "/srv/agent.env"),
+        ];
+        let read = read_from(&told, package).unwrap();
+        assert_eq!((read.digest.as_deref(), read.install_root), (Some(digest.as_str()), None));
+        for (name, value) in [
+            (names::PACKAGE_OCI_REF, "registry.example/agent:1"),
+            (names::PACKAGE_DIGEST, "sha256:0f"),
+            (names::PACKAGE_PULL_DELIVERY_MODE, "in a letter"),
+            (names::INSTALL_ROOT, "opt/gpuaas"),
+            (names::ENV_FILE, "/etc/a\nb"),
+            (names::SYSTEMD_UNIT, "--now.service"),
+            (names::SYSTEMD_UNIT, "gpuaas agent.service"),
+        ] {
+            let error = read_from(&[(name, value)], package).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Exit statuses of `gpuaas`, which service managers act on. The numbers are those of `sysexits.h`.
+
+use crate::config::ConfigError;
+use persistence::pool::NoConnection;
+use std::process::ExitCode;
+
+/// `EX_CONFIG`: an operator has to correct a setting first, so that a restart is of no use.
+pub const CONFIGURATION: u8 = 78;
+/// `EX_UNAVAILABLE`: the database cannot be reached. A restart finds it when it is there.
+pub const UNAVAILABLE: u8 = 69;
+const FAILURE: u8 = 1;
+
+/// The status for an error that ends the program.
+#[must_use]
+pub fn code_of(error: &anyhow::Error) -> ExitCode {
+    ExitCode::from(status_of(error))
+}
+
+fn status_of(error: &anyhow::Error) -> u8 {
+    if error.is::<ConfigError>() {
+        return CONFIGURATION;
+    }
+    match error.downcast_ref() {
+        Some(NoConnection::Refused { .. } | NoConnection::Pool(_)) => CONFIGURATION,
+        Some(NoConnection::Down { .. }) => UNAVAILABLE,
+        None => FAILURE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context as _;
+    use persistence::pool::{PoolConfig, reach};
+
+    #[tokio::test]
+    async fn an_unreachable_database_has_a_status_of_its_own_and_is_named() {
+        let url = "postgres://gpuaas:hunter2@127.0.0.1:1/gpuaas";
+        let error = anyhow::Error::from(reach(&PoolConfig::new(url.into(), None)).await.unwrap_err());
+        let text = format!("{error:#}");
+        assert!(text.starts_with("the database at 127.0.0.1:1/gpuaas cannot be reached: "), "{text}");
+        assert!(text.contains("refused") && !text.contains("hunter2"), "{text}");
+        assert_eq!(status_of(&error.context("SVC_DATABASE_URL")), UNAVAILABLE);
+    }
+
+    #[test]
+    fn a_wrong_configuration_and_any_other_failure_differ() {
+        let wrong = Err::<(), _>(ConfigError::of("SVC_NATS_URL is not set")).context("serve");
+        assert_eq!(wrong.map_err(|error| status_of(&error)), Err(CONFIGURATION));
+        assert_eq!(status_of(&anyhow::anyhow!("a port is taken")), FAILURE);
+    }
+}
