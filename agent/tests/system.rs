@@ -4,6 +4,7 @@
 
 mod hostile;
 mod machine;
+mod not_run;
 
 use std::collections::BTreeMap;
 use std::fs;

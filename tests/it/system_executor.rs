@@ -3,6 +3,7 @@
 use crate::ssh::Client;
 use reqwest::Method;
 use serde_json::{Value, json};
+use tests::not_run::not_run;
 use tests::world::machine::Machine;
 use tests::world::{GPU_MEMORY_MIB, OnboardedNode, REGION, Rented, World, id_of, ssh_public_key};
 
@@ -164,7 +165,7 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
     let mut world = World::start().await;
     let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
     if !supervisors::dev::agents::has_sshd() {
-        eprintln!("left out: a login by SSH needs openssh-server");
+        not_run("a login by SSH needs openssh-server");
         return world.end().await;
     }
     let before = machine.look(&MAY_CHANGE);

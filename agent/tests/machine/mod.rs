@@ -50,8 +50,7 @@ pub fn alone(name: &str, test: impl FnOnce()) {
         return test();
     }
     if !nix::unistd::Uid::effective().is_root() {
-        eprintln!("left out: {name} makes Linux users in mount, PID and IPC namespaces of its own, which needs root");
-        return;
+        return crate::not_run::not_run("it needs root, to make Linux users in namespaces of its own");
     }
     let folder = tempfile::tempdir().unwrap();
     let ran = Command::new("unshare")

@@ -370,6 +370,10 @@ impl Drop for Postgres {
 }
 
 #[cfg(test)]
+#[path = "../../../agent/tests/not_run/mod.rs"]
+mod not_run;
+
+#[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
@@ -429,7 +433,9 @@ mod tests {
     #[tokio::test]
     async fn a_folder_that_its_user_cannot_reach_is_left_for_one_that_it_can() {
         if !geteuid().is_root() {
-            return; // An ordinary user runs the server itself, and reaches what it made.
+            return not_run::not_run(
+                "it needs root: an ordinary user runs the server itself, and reaches what it made",
+            );
         }
         let dir = tempfile::tempdir().unwrap();
         std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o700)).unwrap();

@@ -31,12 +31,10 @@ pub struct Machine {
 pub type Look = BTreeMap<String, Seen>;
 
 impl World {
-    /// A machine for the agent of this name. `None` where this process is not root: it is said, and the test is left out.
+    /// A machine for the agent of this name. `None` where this process is not root, which is reported as a test not run.
     pub fn machine(&self, agent: &str) -> Option<Machine> {
         if !Uid::effective().is_root() {
-            eprintln!(
-                "left out: {agent} makes Linux users in mount, PID and IPC namespaces of its own, which needs root"
-            );
+            crate::not_run::not_run("it needs root, to make Linux users in namespaces of its own");
             return None;
         }
         let folder = tempfile::tempdir().expect("a folder can be made");
