@@ -159,6 +159,7 @@ fn routes() -> (Router<Services>, OpenApi) {
 
         User   Post      "/api/v1/allocations/{id}/terminal-tokens" (TerminalToken) => terminal::issue_token, NotFound, StateConflict;
         User   Get       "/api/v1/allocations/{id}/terminal-sessions"       => terminal::list_open, NotFound;
+        User   Delete    "/api/v1/allocations/{id}/terminal-sessions/{session_id}" => terminal::end, NotFound;
         Anyone Get       "/terminal/{allocation_id}"                        => terminal_page::page, NotFound;
         Anyone Get       "/terminal/assets/{name}"                          => terminal_page::asset, NotFound;
         Anyone Get       "/recordings/{session_id}"                         => terminal_page::recording, NotFound;

@@ -3,6 +3,7 @@
 import { BEARER, minting } from "./api.js";
 import { Screen } from "./screen.js";
 import { Session } from "./session.js";
+import { ofSession, sessionsOf } from "./sessions.js";
 import { OFFERS, ofRecording } from "./words.js";
 
 const at = (id) => document.getElementById(id);
@@ -36,9 +37,54 @@ const session = new Session(
   sessionStorage.getItem(SESSION),
 );
 
+const open = sessionsOf(allocation, () => sessionStorage.getItem(BEARER));
+
+/** Reads the user's open sessions and lists them. */
+async function listSessions() {
+  try {
+    const sessions = await open.list();
+    at("sessions-problem").hidden = true;
+    at("sessions-count").textContent = `(${sessions.length})`;
+    at("sessions-list").replaceChildren(...sessions.map(row));
+  } catch (verdict) {
+    sessionsProblem(verdict);
+  }
+}
+
+function sessionsProblem(verdict) {
+  at("sessions-problem").textContent = verdict.why;
+  at("sessions-problem").hidden = verdict.why === "";
+}
+
+function row(found) {
+  const { text, isCurrent } = ofSession(found, session.id, new Date());
+  const item = document.createElement("li");
+  item.dataset.session = found.id;
+  item.append(text);
+  if (!isCurrent) {
+    item.append(" ", button("Resume", () => {
+      screen.clear();
+      session.resume(found.id);
+    }));
+  }
+  item.append(" ", button("End", () => open.end(found.id).then(listSessions, sessionsProblem)));
+  return item;
+}
+
+function button(label, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.textContent = label;
+  made.addEventListener("click", act);
+  return made;
+}
+
 /** @param {import("./session.js").State} state */
 function show(state) {
   const signedOut = state.name === "signed-out";
+  if (state.name === "connected" || state.name === "closed") {
+    listSessions();
+  }
   at("state").dataset.state = state.name;
   const words = wordsOf(state);
   if (at("state").textContent !== words) {
@@ -47,7 +93,7 @@ function show(state) {
   // Beside what is read aloud: nobody wants to hear every second.
   at("countdown").textContent = state.name === "waiting" ? `in ${state.seconds} s` : "";
   at("sign-in").hidden = !signedOut;
-  for (const id of ["screen", "hint", "forget"]) {
+  for (const id of ["screen", "hint", "forget", "sessions"]) {
     at(id).hidden = signedOut;
   }
   at("end").hidden = state.name !== "connected";
@@ -143,6 +189,7 @@ at("read-aloud").addEventListener("change", () => {
   screen.readAloud(at("read-aloud").checked);
 });
 screen.readAloud(at("read-aloud").checked);
+at("sessions").addEventListener("toggle", () => at("sessions").open && listSessions());
 addEventListener("online", () => session.hurry());
 
 if (sessionStorage.getItem(BEARER) === null) {

@@ -104,6 +104,14 @@ export class Session {
     return this.open();
   }
 
+  /** Another session of the same allocation, from the beginning of what is kept of its output. */
+  resume(id) {
+    this.id = id;
+    this.replays = true;
+    this.#received = this.#drawn = this.#acknowledged = this.#failures = 0;
+    return this.open();
+  }
+
   /** Connects at once, if it was waiting to. */
   hurry() {
     if (this.#socket === null && this.#timer !== null) {

@@ -158,6 +158,11 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ),
         ("/billing/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         one("/api/v1/allocations/{id}/terminal-tokens", alive.id),
+        both(
+            "/api/v1/allocations/{id}/terminal-sessions/{session_id}",
+            id(alive.id),
+            ("{session_id}", terminal.session.to_string()),
+        ),
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),

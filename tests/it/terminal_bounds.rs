@@ -177,6 +177,65 @@ async fn of_fifty_sessions_at_once_as_many_open_as_the_policy_admits_and_adminis
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn over_the_limit_the_oldest_detached_session_makes_room_and_its_user_lists_and_ends_the_others() {
+    let mut world = World::plan().policy("terminal.sessions_per_allocation", 2).start().await;
+    let (_, allocation) = rented(&mut world).await;
+    let sessions = format!("/api/v1/allocations/{}/terminal-sessions", allocation.id);
+    let detached = |id: Uuid| format!("/api/v1/admin/terminal-sessions/{id}");
+    let mut closed_tabs = Vec::new();
+    for _ in 0..2 {
+        let (terminal, session) = world.terminal(allocation.id).await;
+        drop(terminal);
+        world.admin.wait_until(&detached(session), "detached", |session| session["state"] == "detached").await;
+        closed_tabs.push(session);
+    }
+    // The limit is reached, and neither tab comes back.
+    let (mut terminal, session) = world.terminal(allocation.id).await;
+    assert_eq!(expect_closed(&world.admin, closed_tabs[0]).await["close_reason"], "displaced");
+    terminal.enter("echo still-$((6 * 7))\n").await;
+    terminal.shows("still-42").await;
+    let (second, _) = world.terminal(allocation.id).await;
+    assert_eq!(expect_closed(&world.admin, closed_tabs[1]).await["close_reason"], "displaced");
+
+    // A session that is in use makes no room.
+    let refused = world.try_ticket(&world.user.clone(), allocation.id, None).await;
+    refused.refused(409, "state_conflict");
+    let listed = world.user.get(&sessions).await.ok();
+    let states: Vec<_> = listed["items"].as_array().unwrap().iter().map(|item| item["state"].clone()).collect();
+    assert_eq!(states, ["attached", "attached"], "{listed}");
+
+    // Nobody else ends it; its user does, and the place is free at once.
+    let path = format!("{sessions}/{session}");
+    let other = world.other_user.clone();
+    other.once(Method::DELETE, &path, None).await.refused(404, "not_found");
+    let ended = world.user.once(Method::DELETE, &path, None).await.ok();
+    assert_eq!((ended["state"].as_str(), ended["close_reason"].as_str()), (Some("closed"), Some("ended_by_user")));
+    assert_eq!(terminal.close_code().await, 1000);
+    let again = world.user.once(Method::DELETE, &path, None).await.ok();
+    assert_eq!(again["close_reason"], "ended_by_user");
+    let (third, _) = world.terminal(allocation.id).await;
+    drop((second, third));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn detached_session_ends_after_the_policys_time_with_its_shell() {
+    let mut world = World::plan().policy("terminal.detached_ttl_seconds", 3).start().await;
+    let (_, allocation) = rented(&mut world).await;
+    let (mut terminal, session) = world.terminal(allocation.id).await;
+    let pid: i32 = said(&mut terminal, "echo $$").await.parse().unwrap();
+    assert!(nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None).is_ok(), "the shell runs on this machine");
+    drop(terminal);
+    assert_eq!(expect_closed(&world.admin, session).await["close_reason"], "detached_expired");
+    let until = Instant::now() + PATIENCE;
+    while nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None).is_ok() {
+        assert!(Instant::now() < until, "the shell {pid} runs on");
+        tokio::time::sleep(SHORT).await;
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_at_its_lifetime_though_its_users_gateway_has_stopped() {
     let mut world = World::plan().replicas(2).policy("terminal.session_max_ttl_seconds", 60).start().await;
     let (node, allocation) = rented(&mut world).await;

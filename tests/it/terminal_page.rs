@@ -126,6 +126,40 @@ async fn with_a_browser_and_an_access_token_a_user_has_a_shell_on_what_they_rent
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn page_lists_open_sessions_resumes_one_and_ends_another() {
+    let (mut world, allocation) = rented().await;
+    let detached = |id: uuid::Uuid| format!("/api/v1/admin/terminal-sessions/{id}");
+    let mut tabs = Vec::new();
+    for name in ["first", "second"] {
+        let (mut terminal, session) = world.terminal(allocation.id).await;
+        terminal.enter(&format!("tab={name}; echo be''gun\n")).await;
+        terminal.shows("begun").await;
+        drop(terminal);
+        world.admin.wait_until(&detached(session), "detached", |session| session["state"] == "detached").await;
+        tabs.push(session);
+    }
+    let mut browser = Browser::start(&[]).await;
+    connected(&mut browser, &mut world, &allocation).await;
+    browser.click("#sessions summary").await;
+    browser.reads("#sessions-count", "(3)").await;
+    browser.reads(&format!("[data-session='{}']", tabs[0]), "nobody is connected. It ends in").await;
+    browser.click(&format!("[data-session='{}'] button:text('End')", tabs[0])).await;
+    browser.reads("#sessions-count", "(2)").await;
+    let ended = world.admin.get(&detached(tabs[0])).await.ok();
+    assert_eq!(ended["close_reason"], "ended_by_user", "{ended}");
+
+    browser.click(&format!("[data-session='{}'] button:text('Resume')", tabs[1])).await;
+    browser.reads(&format!("[data-session='{}']", tabs[1]), "shown here").await;
+    browser.click("#screen").await;
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    browser.enter("echo it is the $tab tab").await;
+    browser.draws("it is the second tab").await;
+    expect_well_behaved(&mut browser, world.stranger().base()).await;
+    browser.end().await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_page_that_loses_its_connection_comes_back_without_a_byte_lost() {
     let (mut world, allocation) = rented().await;
     let public: SocketAddr = world.public.address();

@@ -76,7 +76,7 @@ actions! {
     TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
     TerminalsAttach "terminals.attach": "a connection was let in with a token, before its upgrade";
     TerminalsRefuseToken "terminals.refuse_token": "a terminal token was refused, with its true cause; at most one row a minute and session";
-    TerminalsClose "terminals.close": "a terminal session ended by itself, with its allocation, or at its lifetime";
+    TerminalsClose "terminals.close": "a terminal session ended by itself, by its user, with its allocation, or at its time";
     TerminalsKill "terminals.kill": "an administrator closed a terminal session";
     TerminalsChangeRecording "terminals.change_recording": "a policy switched the recording of a living session on or off, or changed its mode or bound";
     TerminalsReadRecording "terminals.read_recording": "somebody read a session's recording, before the first byte went out";

@@ -122,6 +122,7 @@ policy_keys! {
     RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute": int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
+    TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a terminal session to which nobody is connected waits for a connection to come back.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
     TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";

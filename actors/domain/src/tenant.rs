@@ -89,6 +89,9 @@ pub enum Command {
         allocation_id: AllocationId,
         session: TerminalSessionId,
         there: BTreeSet<TerminalSessionId>,
+        /// Sessions that are over: they no longer take a place.
+        #[serde(default)]
+        over: BTreeSet<TerminalSessionId>,
         scopes: AskedScopes,
     },
     Tick,
@@ -250,8 +253,8 @@ impl Tenant {
             Command::ExpectAccount { user_id: _, account, there, scopes } => {
                 self.expect_account(account, &there, scopes, ctx)
             }
-            Command::ExpectTerminal { user_id: _, allocation_id, session, there, scopes } => {
-                self.expect_terminal(allocation_id, session, &there, scopes, ctx)
+            Command::ExpectTerminal { user_id: _, allocation_id, session, there, over, scopes } => {
+                self.expect_terminal(allocation_id, session, &there, &over, scopes, ctx)
             }
             Command::Tick => Ok(self.tick(ctx)),
         }

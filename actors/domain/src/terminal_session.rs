@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! opened ──attach──▶ attached ⇄ detached          each ──end, fault, kill, release, lifetime──▶ closed
-//!    └──never attached──▶ closed
+//!    └──never attached──▶ closed       └──detached for too long, or in the way of a new session──▶ closed
 //! ```
 //!
 //! The shell runs and its output is kept by the node's agent; what is here says whether it may. A connection is let in by a token that
@@ -102,6 +102,9 @@ pub enum Phase {
     /// The shell runs on, and nobody is connected.
     Detached {
         since: Timestamp,
+        /// When it is closed unless a connection comes back. `None` in snapshots of earlier releases: at the session's end.
+        #[serde(default)]
+        until: Option<Timestamp>,
     },
     Closed {
         at: Timestamp,
@@ -125,6 +128,12 @@ pub enum CloseReason {
     AllocationEnded,
     /// It lived as long as policy `terminal.session_max_ttl_seconds` lets it.
     Lifetime,
+    /// No connection came back for as long as policy `terminal.detached_ttl_seconds` waits.
+    DetachedExpired,
+    /// It was the oldest detached session when its user opened one more than the limit.
+    Displaced,
+    /// Its user ended it.
+    EndedByUser,
 }
 
 impl CloseReason {
@@ -137,6 +146,9 @@ impl CloseReason {
             Self::Killed => "killed",
             Self::AllocationEnded => "allocation_ended",
             Self::Lifetime => "lifetime",
+            Self::DetachedExpired => "detached_expired",
+            Self::Displaced => "displaced",
+            Self::EndedByUser => "ended_by_user",
         }
     }
 }
@@ -193,6 +205,10 @@ pub enum Command {
     Kill {
         reason: String,
     },
+    /// Its owner ends it.
+    EndByUser,
+    /// Its owner opens one session more than the limit. Refused unless it is detached.
+    Displace,
     /// Its allocation is being given back.
     Revoke,
     /// An administrator has revoked the certificates of its node.
@@ -217,6 +233,8 @@ impl machine::Command for Command {
             Self::Lose => "lose",
             Self::Fail { .. } => "fail",
             Self::Kill { .. } => "kill",
+            Self::EndByUser => "end_by_user",
+            Self::Displace => "displace",
             Self::Revoke => "revoke",
             Self::CutOff => "cut_off",
             Self::HeedPolicy => "heed_policy",
@@ -228,7 +246,7 @@ impl machine::Command for Command {
 
     fn action(&self) -> Action {
         match self {
-            Self::Open { .. } | Self::IssueToken { .. } => Action::OpenTerminals,
+            Self::Open { .. } | Self::IssueToken { .. } | Self::EndByUser | Self::Displace => Action::OpenTerminals,
             Self::Kill { .. } => Action::OperateTerminals,
             Self::End { .. } | Self::Lose => Action::SpeakForNode,
             Self::ReadRecording => Action::ReadRecordings,
@@ -279,6 +297,8 @@ pub enum Rejection {
     Exists,
     #[error("the terminal session is over: {reason}")]
     Closed { reason: String },
+    #[error("the terminal session is not detached")]
+    NotDetached,
     #[error("the terminal token does not hold: {cause}")]
     TokenRefused { cause: TokenCause },
 }
@@ -328,7 +348,9 @@ impl Machine for TerminalSession {
         match &self.phase {
             Phase::Opened { until } => Some(Deadline::new(*until, "nobody has connected with the token")),
             Phase::Attached { .. } => Some(Deadline::new(self.ends_at, "the session's lifetime")),
-            Phase::Detached { .. } => Some(Deadline::new(self.ends_at, "nobody is connected; the session's lifetime")),
+            Phase::Detached { until, .. } => {
+                Some(Deadline::new(self.detached_until(*until), "no connection has come back"))
+            }
             Phase::Closed { .. } => None,
         }
     }
@@ -446,11 +468,22 @@ impl TerminalSession {
             }
             Command::Fail { .. } => Ok(Step::stay(Reply::Done)),
             Command::Kill { reason } => {
-                let mut step =
-                    self.close(CloseReason::Killed, AuditAction::TerminalsKill, &json!({ "reason": reason }), ctx);
-                let session = Box::new(step.next.clone().unwrap_or_else(|| self.clone()));
-                step.reply = Reply::Session { session };
-                Ok(step)
+                let metadata = json!({ "reason": reason });
+                Ok(self.answered(self.close(CloseReason::Killed, AuditAction::TerminalsKill, &metadata, ctx)))
+            }
+            Command::EndByUser => {
+                let step =
+                    self.by_owner(ctx)?.close(CloseReason::EndedByUser, AuditAction::TerminalsClose, &json!({}), ctx);
+                Ok(self.answered(step))
+            }
+            Command::Displace => {
+                let it = self.by_owner(ctx)?;
+                match it.phase {
+                    Phase::Detached { .. } | Phase::Closed { .. } => {
+                        Ok(it.close(CloseReason::Displaced, AuditAction::TerminalsClose, &json!({}), ctx))
+                    }
+                    Phase::Opened { .. } | Phase::Attached { .. } => Err(Rejection::NotDetached),
+                }
             }
             Command::Revoke => {
                 Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx))
@@ -466,17 +499,34 @@ impl TerminalSession {
         }
     }
 
+    /// Itself, where its owner asks.
+    fn by_owner(&self, ctx: &Ctx<'_>) -> Result<&Self, Rejection> {
+        if ctx.by.is_user(&self.owner.user_id) { Ok(self) } else { Err(Rejection::NotFound) }
+    }
+
+    /// The step with the session as its reply.
+    fn answered(&self, mut step: Step<Self>) -> Step<Self> {
+        let session = Box::new(step.next.clone().unwrap_or_else(|| self.clone()));
+        step.reply = Reply::Session { session };
+        step
+    }
+
+    /// When a detached session ends: at the latest with its lifetime.
+    fn detached_until(&self, until: Option<Timestamp>) -> Timestamp {
+        until.unwrap_or(self.ends_at).min(self.ends_at)
+    }
+
     fn issue_token(&self, token_sha256: Digest, active: Footing, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        if !ctx.by.is_user(&self.owner.user_id) {
-            return Err(Rejection::NotFound);
-        }
-        self.living(ctx)?;
+        self.by_owner(ctx)?.living(ctx)?;
         let ttl = ctx.policy.seconds(policy::Key::TerminalTokenTtl, &self.scopes(), ctx.now);
         let expires_at = (ctx.now + ttl).min(self.ends_at);
         let mut next = self.clone();
         next.token = Some(Token { sha256: token_sha256, expires_at });
-        if let Phase::Opened { until } = &mut next.phase {
-            *until = expires_at;
+        match &mut next.phase {
+            Phase::Opened { until } => *until = expires_at,
+            // The token lets a connection in for as long as it says.
+            Phase::Detached { until: Some(until), .. } => *until = expires_at.max(*until),
+            Phase::Detached { until: None, .. } | Phase::Attached { .. } | Phase::Closed { .. } => {}
         }
         let audit = self.audit(AuditAction::TerminalsIssueToken, &json!({}));
         Ok(Step::to(
@@ -519,7 +569,9 @@ impl TerminalSession {
     fn detach(&self, attachment: u32, ctx: &Ctx<'_>) -> Step<Self> {
         match &self.phase {
             Phase::Attached { .. } if attachment == self.attachments => {
-                let next = Self { phase: Phase::Detached { since: ctx.now }, ..self.clone() };
+                let ttl = ctx.policy.seconds(policy::Key::TerminalDetachedTtl, &self.scopes(), ctx.now);
+                let phase = Phase::Detached { since: ctx.now, until: Some(ctx.now + ttl) };
+                let next = Self { phase, ..self.clone() };
                 Step::to(next, Reply::Done, "the connection is gone")
             }
             // Another came in its place, or it is over.
@@ -534,6 +586,9 @@ impl TerminalSession {
         match &self.phase {
             Phase::Opened { until } if ctx.now >= *until => over(CloseReason::NeverAttached),
             Phase::Attached { .. } | Phase::Detached { .. } if ctx.now >= self.ends_at => over(CloseReason::Lifetime),
+            Phase::Detached { until, .. } if ctx.now >= self.detached_until(*until) => {
+                over(CloseReason::DetachedExpired)
+            }
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } | Phase::Closed { .. } => {
                 Step::stay(Reply::Done)
             }
@@ -547,6 +602,9 @@ impl TerminalSession {
             Phase::Closed { reason, .. } => over(reason),
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } if ctx.now >= self.ends_at => {
                 over(&CloseReason::Lifetime)
+            }
+            Phase::Detached { until, .. } if ctx.now >= self.detached_until(*until) => {
+                over(&CloseReason::DetachedExpired)
             }
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } => Ok(()),
         }

@@ -153,8 +153,8 @@ impl Explain for terminal_session::Rejection {
             R::Exists => conflict("The terminal session exists already."),
             R::Closed { reason } => conflict("The terminal session is over; leave `session_id` out to open another.")
                 .detail("reason", reason),
-            // No person shows a token here.
-            rejection @ R::TokenRefused { .. } => unexpected(&rejection),
+            // No person shows a token here, and a session that is in use makes no room.
+            rejection @ (R::TokenRefused { .. } | R::NotDetached) => unexpected(&rejection),
         }
     }
 }

@@ -150,6 +150,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         terminal_session::Rejection::NotFound,
         terminal_session::Rejection::Exists,
         terminal_session::Rejection::Closed { reason: "killed".into() },
+        terminal_session::Rejection::NotDetached,
         terminal_session::Rejection::TokenRefused { cause: terminal_session::TokenCause::Spent },
     ] {
         row(&mut table, "terminal session", &rejection.explain());

@@ -311,7 +311,19 @@ impl Asking {
     where
         M::Rejection: Explain,
     {
-        self.send::<M>(id, command, |asked| asked).await?.map_err(not_answered)
+        self.try_ask_unstored::<M>(id, command).await?.map_err(not_answered)
+    }
+
+    /// As [`Asking::ask_unstored`], for those who answer a refusal in their own words.
+    pub(crate) async fn try_ask_unstored<M: Machine>(
+        &self,
+        id: Uuid,
+        command: M::Command,
+    ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError>
+    where
+        M::Rejection: Explain,
+    {
+        self.send::<M>(id, command, |asked| asked).await
     }
 
     async fn send<M: Machine>(

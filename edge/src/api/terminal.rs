@@ -1,5 +1,6 @@
 //! Terminals (decisions 5): the tokens with which users connect to what they rent, and the sessions, for administrators.
 
+use actors::AskError;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -14,7 +15,7 @@ use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
@@ -23,6 +24,7 @@ use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{Because, ClaimId};
 use super::ssh_key::tenant_of;
 use super::stored::{self, Stored, find};
+use crate::answer::not_answered;
 use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
@@ -105,7 +107,8 @@ pub(super) struct TerminalSessionView {
     node_id: Uuid,
     user_id: String,
     state: StateName,
-    /// Why it is over: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended` or `lifetime`; null while it is not.
+    /// Why it is over: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended`,
+    /// `lifetime`, `detached_expired`, `displaced` or `ended_by_user`; null while it is not.
     close_reason: Option<String>,
     /// How its program ended; null where it did not by itself.
     exit: Option<TerminalExitView>,
@@ -113,7 +116,9 @@ pub(super) struct TerminalSessionView {
     attachments: u32,
     recording: RecordingMode,
     opened_at: DateTime<Utc>,
-    /// When it is closed whatever it does.
+    /// Since when nobody is connected; null while somebody is.
+    detached_at: Option<DateTime<Utc>>,
+    /// When it is closed: at the end of its lifetime, or earlier where nobody comes back to it.
     ends_at: DateTime<Utc>,
     closed_at: Option<DateTime<Utc>>,
 }
@@ -215,23 +220,91 @@ async fn of_allocation(
     Ok(found.it.id.0)
 }
 
-/// Refuses one session more than policy `terminal.sessions_per_allocation`. Those that are there are read; those that are being opened
-/// the tenant's mailbox knows, and it decides.
+/// Takes a place among the sessions that policy `terminal.sessions_per_allocation` admits. Those that are there are read; those that are
+/// being opened the tenant's mailbox knows, and it decides. Where there is none, the session that is detached for longest makes room.
 async fn take_place(
     services: &Services,
     asking: &Asking,
     allocation_id: AllocationId,
     session: TerminalSessionId,
 ) -> Result<(), ApiError> {
+    let open = open_on(services, allocation_id, &asking.caller.user_id).await?;
+    let mut there: BTreeSet<_> = open.iter().map(|stored| stored.it.id).collect();
+    let Err(refused) = expect_place(asking, allocation_id, session, &there, BTreeSet::new()).await else {
+        return Ok(());
+    };
+    if refused.code() != Code::StateConflict {
+        return Err(refused);
+    }
+    // A place is kept for a minute for each session that was opened, also for one that is over by now.
+    let mut over = expected_and_over(services, asking, allocation_id).await?;
+    if over.is_empty() {
+        over.extend(displace_oldest(asking, &open).await?);
+        there.retain(|id| !over.contains(id));
+    }
+    if over.is_empty() { Err(refused) } else { expect_place(asking, allocation_id, session, &there, over).await }
+}
+
+async fn expect_place(
+    asking: &Asking,
+    allocation_id: AllocationId,
+    session: TerminalSessionId,
+    there: &BTreeSet<TerminalSessionId>,
+    over: BTreeSet<TerminalSessionId>,
+) -> Result<(), ApiError> {
     let caller = &asking.caller;
-    let there = open_on(services, allocation_id, &caller.user_id).await?;
-    let there = there.iter().map(|stored| stored.it.id).collect();
     let scopes =
         AskedScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
-    let command =
-        tenant::Command::ExpectTerminal { user_id: caller.user_id.clone(), allocation_id, session, there, scopes };
+    let (user_id, there) = (caller.user_id.clone(), there.clone());
+    let command = tenant::Command::ExpectTerminal { user_id, allocation_id, session, there, over, scopes };
     asking.ask_unstored::<Tenant>(tenant_of(asking), command).await?;
     Ok(())
+}
+
+/// The sessions for which the caller's tenant keeps a place although they are over.
+async fn expected_and_over(
+    services: &Services,
+    asking: &Asking,
+    allocation_id: AllocationId,
+) -> Result<BTreeSet<TerminalSessionId>, ApiError> {
+    let mut over = BTreeSet::new();
+    let tenant = find::<Tenant>(services, tenant_of(asking)).await?;
+    let expected = tenant.and_then(|mut tenant| tenant.it.expected_terminals.remove(&allocation_id));
+    for session in expected.unwrap_or_default().into_keys() {
+        let found = find::<TerminalSession>(services, session.0).await?;
+        if found.is_some_and(|found| found.it.closed().is_some()) {
+            over.insert(session);
+        }
+    }
+    Ok(over)
+}
+
+/// Closes the session that is detached for longest. `None` where none is.
+async fn displace_oldest(
+    asking: &Asking,
+    open: &[Stored<TerminalSession>],
+) -> Result<Option<TerminalSessionId>, ApiError> {
+    let mut detached: Vec<_> =
+        open.iter().filter_map(|stored| Some((detached_at(&stored.it)?, stored.it.id))).collect();
+    detached.sort_unstable();
+    for (_, session) in detached {
+        match asking.try_ask_unstored::<TerminalSession>(session.0, Command::Displace).await? {
+            Ok(_) => return Ok(Some(session)),
+            // Somebody connected to it in this moment: the next one.
+            Err(AskError::Rejected(terminal_session::Rejection::NotDetached)) => {}
+            Err(error) => return Err(not_answered(error)),
+        }
+    }
+    Ok(None)
+}
+
+const fn detached_at(session: &TerminalSession) -> Option<DateTime<Utc>> {
+    match session.phase {
+        terminal_session::Phase::Detached { since, .. } => Some(since),
+        terminal_session::Phase::Opened { .. }
+        | terminal_session::Phase::Attached { .. }
+        | terminal_session::Phase::Closed { .. } => None,
+    }
 }
 
 /// An allocation's sessions that are not over, oldest first. Whoever rents it has opened them all.
@@ -278,6 +351,27 @@ pub(super) async fn list_open(
     open.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
     let position = |stored: &Stored<TerminalSession>| Position { created_at: stored.created_at, id: stored.it.id.0 };
     Ok(Json(page.answer(open, position, |stored| view(&stored.it))))
+}
+
+/// Ends a terminal session of yours: its connection, and its shell on the node. One that is over stays as it is.
+#[utoipa::path(
+    delete,
+    path = "/",
+    params(
+        ("id" = Uuid, Path, description = "The allocation's id"),
+        ("session_id" = Uuid, Path, description = "The session's id"),
+    ),
+    responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
+)]
+pub(super) async fn end(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path((id, session_id)): Path<(Uuid, Uuid)>,
+) -> Result<Json<TerminalSessionView>, ApiError> {
+    let session = of_allocation(&services, &asking, session_id, AllocationId(id)).await?;
+    let answered = asking.urgently().ask_unstored::<TerminalSession>(session, Command::EndByUser).await?;
+    let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
+    Ok(Json(view(&session)))
 }
 
 /// Everybody's terminal sessions, oldest first, ended ones too.
@@ -370,7 +464,8 @@ fn view(session: &TerminalSession) -> TerminalSessionView {
         attachments: session.attachments,
         recording: session.recording.mode.into(),
         opened_at: session.opened_at,
-        ends_at: session.ends_at,
+        detached_at: detached_at(session),
+        ends_at: session.deadline().map_or(session.ends_at, |deadline| deadline.at),
         closed_at,
     }
 }

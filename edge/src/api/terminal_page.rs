@@ -22,10 +22,11 @@ const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");
 
 /// What the pages load: their own files, and from npm xterm.js and asciinema's player.
-const FILES: [(&str, &str, &str); 13] = [
+const FILES: [(&str, &str, &str); 14] = [
     ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
     ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
     ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
+    ("sessions.js", SCRIPT, include_str!("../../terminal-page/sessions.js")),
     ("api.js", SCRIPT, include_str!("../../terminal-page/api.js")),
     ("words.js", SCRIPT, include_str!("../../terminal-page/words.js")),
     ("style.css", STYLE, include_str!("../../terminal-page/style.css")),

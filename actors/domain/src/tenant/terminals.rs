@@ -17,13 +17,14 @@ impl Tenant {
         allocation_id: AllocationId,
         session: TerminalSessionId,
         there: &BTreeSet<TerminalSessionId>,
+        over: &BTreeSet<TerminalSessionId>,
         scopes: AskedScopes,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
         let limit = ctx.policy.int(Key::TerminalSessionsPerAllocation, &self.scopes(scopes), ctx.now);
         let mut next = self.clone();
         for expected in next.expected_terminals.values_mut() {
-            expected.retain(|_, since| ctx.now - *since < KEPT_FOR);
+            expected.retain(|session, since| ctx.now - *since < KEPT_FOR && !over.contains(session));
         }
         next.expected_terminals.retain(|_, expected| !expected.is_empty());
         let expected = next.expected_terminals.entry(allocation_id).or_default();
@@ -55,6 +56,18 @@ mod tests {
         there: &[u128],
         second: i64,
     ) -> Result<Tenant, Rejection> {
+        expect_without(tenant, allocation, session, there, &[], second)
+    }
+
+    /// The same, of a caller who knows of sessions that are over.
+    fn expect_without(
+        tenant: Option<&Tenant>,
+        allocation: u128,
+        session: u128,
+        there: &[u128],
+        over: &[u128],
+        second: i64,
+    ) -> Result<Tenant, Rejection> {
         let mut policy = PolicyBook::default();
         let key = Key::TerminalSessionsPerAllocation;
         policy.set(key, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(2)).unwrap();
@@ -75,6 +88,7 @@ mod tests {
             allocation_id: AllocationId(Uuid::from_u128(allocation)),
             session: id(&session),
             there: there.iter().map(id).collect(),
+            over: over.iter().map(id).collect(),
             scopes: AskedScopes { org_id: None, project_id: None, plan: None },
         };
         Tenant::decide(tenant, command, &ctx).map(|step| step.next.unwrap())
@@ -90,6 +104,15 @@ mod tests {
         assert_eq!(expect(Some(&two), 1, 3, &[1, 2], 1).err(), over);
         // Another allocation has places of its own.
         expect(Some(&two), 2, 3, &[], 0).unwrap();
+    }
+
+    #[test]
+    fn session_that_is_over_gives_its_place_back_at_once() {
+        let one = expect(None, 1, 1, &[], 0).unwrap();
+        let two = expect(Some(&one), 1, 2, &[], 0).unwrap();
+        assert!(expect(Some(&two), 1, 3, &[2], 1).is_err());
+        let three = expect_without(Some(&two), 1, 3, &[2], &[1], 1).unwrap();
+        assert_eq!(three.expected_terminals.values().map(|expected| expected.len()).sum::<usize>(), 2);
     }
 
     #[test]

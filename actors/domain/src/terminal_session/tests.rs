@@ -170,6 +170,62 @@ fn what_nobody_attaches_to_and_what_is_too_old_is_closed_at_its_deadline() {
 }
 
 #[test]
+fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back() {
+    let mut story = Story::opened();
+    story.attach(token(1)).unwrap();
+    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    let deadline = story.session.as_ref().unwrap().deadline().unwrap().at;
+    assert_eq!(deadline, story.now + TimeDelta::seconds(900));
+    story.pass(890);
+    // A token that was issued in time can be used to its own end.
+    story.ask(&user("u"), issue(token(2))).unwrap();
+    story.pass(30);
+    story.ask(&gateway(), Command::Tick).unwrap();
+    story.attach(token(2)).unwrap();
+    story.ask(&gateway(), Command::Detach { attachment: 2 }).unwrap();
+    story.pass(899);
+    story.ask(&gateway(), Command::Tick).unwrap();
+    assert_eq!(story.state(), "detached");
+    story.pass(1);
+    assert_eq!(
+        story.ask(&user("u"), issue(token(3))).unwrap_err(),
+        Rejection::Closed { reason: "detached_expired".into() }
+    );
+    story.ask(&gateway(), Command::Tick).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::DetachedExpired));
+}
+
+#[test]
+fn detached_session_of_an_earlier_release_ends_with_its_lifetime() {
+    let phase: Phase = serde_json::from_value(json!({ "state": "detached", "since": "2027-01-15T08:00:00Z" })).unwrap();
+    let mut story = Story::opened();
+    let session = story.session.as_mut().unwrap();
+    session.phase = phase;
+    assert_eq!(session.deadline().unwrap().at, session.ends_at);
+}
+
+#[test]
+fn owner_alone_ends_a_session_and_only_a_detached_one_makes_room() {
+    let mut story = Story::opened();
+    for command in [Command::EndByUser, Command::Displace] {
+        assert_eq!(story.ask(&user("other"), command).unwrap_err(), Rejection::NotFound);
+    }
+    assert_eq!(story.ask(&user("u"), Command::Displace).unwrap_err(), Rejection::NotDetached);
+    story.attach(token(1)).unwrap();
+    assert_eq!(story.ask(&user("u"), Command::Displace).unwrap_err(), Rejection::NotDetached);
+    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    story.ask(&user("u"), Command::Displace).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::Displaced));
+
+    let mut story = Story::opened();
+    story.attach(token(1)).unwrap();
+    let ended = story.ask(&user("u"), Command::EndByUser).unwrap();
+    assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
+    assert!(matches!(ended.reply, Reply::Session { .. }));
+    assert_eq!(story.reason(), Some(&CloseReason::EndedByUser));
+}
+
+#[test]
 fn what_is_closed_stays_closed_for_its_first_reason() {
     let mut story = Story::opened();
     let killed = story.ask(&user("admin"), Command::Kill { reason: "abuse".into() }).unwrap();

@@ -7,6 +7,10 @@ use domain::terminal_session::CloseReason;
 pub(in crate::terminal) const LIFETIME: Close = (4408, "lifetime");
 pub(in crate::terminal) const REPLACED: Close = (4409, "replaced");
 pub(in crate::terminal) const EXITED: Close = (1000, "exited");
+/// Of one to which nobody is connected: a connection that comes in that moment is told so.
+const DETACHED: Close = (4408, "no connection came back in time");
+/// Its user wanted it, as with the end of its program.
+const ENDED: Close = (1000, "ended by its user");
 const FAILED: Close = (1011, "the node could not run the session, or lost it; open another");
 pub(in crate::terminal) const RESTARTS: Close = (1012, "connect again with a new token");
 pub(in crate::terminal) const AWAY: Close = (1013, "the node cannot be reached; connect again later");
@@ -18,6 +22,8 @@ pub(in crate::terminal) const fn of(reason: &CloseReason) -> Close {
         CloseReason::NeverAttached => TOKEN,
         CloseReason::Killed | CloseReason::AllocationEnded => REVOKED,
         CloseReason::Lifetime => LIFETIME,
+        CloseReason::DetachedExpired | CloseReason::Displaced => DETACHED,
+        CloseReason::EndedByUser => ENDED,
     }
 }
 
@@ -28,6 +34,8 @@ pub(in crate::terminal) fn of_code(code: &str) -> Close {
         "failed" => FAILED,
         "never_attached" => TOKEN,
         "lifetime" => LIFETIME,
+        "detached_expired" | "displaced" => DETACHED,
+        "ended_by_user" => ENDED,
         _ => REVOKED,
     }
 }
