@@ -20,6 +20,7 @@ mod payment_page;
 mod platform_role;
 mod policy;
 mod processor_event;
+mod protected_resource;
 mod recording;
 mod refund;
 mod routing;
@@ -116,6 +117,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;
         Anyone Get       "/api/v1/readyz"                                   => health::readyz;
         Anyone Get       "/metrics"                                         => health::metrics;
+        Anyone Get       "/.well-known/oauth-protected-resource"            => protected_resource::metadata;
         Anyone Get       "/api/v1/openapi.json"                             => document::openapi;
         Anyone Get       "/api/v1/docs"                                     => document::page;
         Anyone Get       "/api/v1/docs/reader.js"                           => document::reader;

@@ -91,6 +91,8 @@ pub struct TokenRules {
     pub claims: ClaimPaths,
     /// How far the provider's clock may be ahead, for `nbf` and `iat`. `exp` is taken to the letter.
     pub leeway: Duration,
+    /// The provider's client as which `gpuctl` logs people in. Tokens of other clients are good, too.
+    pub client_id: String,
 }
 
 impl TokenRules {
@@ -110,6 +112,7 @@ impl TokenRules {
             algorithms: Self::ALGORITHMS.to_vec(),
             claims: ClaimPaths::default(),
             leeway: Duration::seconds(60),
+            client_id: "gpuctl".to_owned(),
         }
     }
 }
@@ -143,6 +146,12 @@ impl Authenticator {
     #[must_use]
     pub fn issuer(&self) -> &str {
         &self.rules.issuer
+    }
+
+    /// The provider's client as which `gpuctl` logs people in.
+    #[must_use]
+    pub fn client_id(&self) -> &str {
+        &self.rules.client_id
     }
 
     /// The provider's keys, for a forced refresh.

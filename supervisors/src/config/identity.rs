@@ -53,6 +53,9 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> Identity {
             *path = configured;
         }
     }
+    if let Some(client_id) = variables.optional("SVC_OIDC_CLIENT_ID") {
+        rules.client_id = client_id;
+    }
     let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
     Identity { ca: variables.optional_certificates(CA), rules, jwks_refresh_token }
 }

@@ -217,6 +217,7 @@ impl Replica {
             ("SVC_TLS_KEY_PATH", path(&settings.certificate.key_path)),
             ("SVC_TLS_CA_PATH", path(&settings.ca_path)),
             ("SVC_OIDC_ISSUER", settings.issuer.clone().into()),
+            ("SVC_OIDC_CLIENT_ID", super::identity::CLIENT_ID.into()),
             ("SVC_OIDC_AUDIENCE", settings.audience.clone().into()),
             ("SVC_MEMBER_NAME", self.name.clone().into()),
             ("SVC_ROLES", "all".into()),

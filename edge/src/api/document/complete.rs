@@ -32,6 +32,7 @@ const TAGS: &[(&str, &str)] = &[
     ("ssh_key", "The public keys that open a user's allocations."),
     ("service_account", "Programs that act for a user, and their keys."),
     ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),
+    ("protected_resource", "Where to log in (RFC 9728)."),
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
     ("key_set", "The keys of the service itself, and their rotation."),
     ("platform_role", "Roles that are bound here to subjects, beside those of their tokens."),

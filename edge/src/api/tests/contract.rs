@@ -267,6 +267,15 @@ async fn whoever_guesses_an_operator_s_token_is_held_up_and_whoever_has_it_is_no
 }
 
 #[tokio::test]
+async fn metadata_of_the_protected_resource_names_the_issuer_without_a_token() {
+    let world = World::new().await;
+    let metadata = world.get("/.well-known/oauth-protected-resource").send().await.is(200).clone();
+    assert_eq!(metadata["resource"], "https://api.gpu.example");
+    assert_eq!(metadata["authorization_servers"], serde_json::json!([world.services.authenticator.issuer()]));
+    assert_eq!(metadata["gpuctl_client_id"], "gpuctl");
+}
+
+#[tokio::test]
 async fn the_description_health_and_figures_are_for_anyone() {
     let world = World::new().await;
     let described = world.get("/api/v1/openapi.json").send().await;
