@@ -1,11 +1,14 @@
 //! What is rented: GPUs asked for, watched until they are there, and given back.
 
 use crate::api::{Api, Query};
+use crate::confirm::Confirm;
 use crate::events::Transitions;
 use crate::failure::{Ended, Failure};
 use crate::out::{Column, say_always};
 use crate::progress::Progress;
-use crate::{duration, text};
+use crate::reference::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
+use crate::{complete, duration, text};
+use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::time::Duration;
 use uuid::Uuid;
@@ -14,14 +17,18 @@ use uuid::Uuid;
 pub(crate) enum Command {
     /// Rents GPUs, and waits until they can be used.
     Create(Create),
-    /// Your allocations; everybody's for administrators.
+    /// Your allocations, newest first; everybody's for administrators.
     #[command(visible_alias = "ls")]
     List(List),
     /// One allocation.
-    Show { allocation: Uuid },
+    Show {
+        #[arg(add = complete::of(&ALLOCATION))]
+        allocation: Ref,
+    },
     /// Gives an allocation back, and waits until the node is clean.
     Release {
-        allocation: Uuid,
+        #[arg(add = complete::of(&ALLOCATION))]
+        allocation: Ref,
         /// What was wrong with it, where something was.
         #[arg(long, value_name = "TEXT")]
         issue: Option<String>,
@@ -30,19 +37,28 @@ pub(crate) enum Command {
     },
     /// Chooses the keys that open an allocation, in place of those that do.
     SshKeys {
-        allocation: Uuid,
+        #[arg(add = complete::of(&ALLOCATION))]
+        allocation: Ref,
         /// A key that opens it, and again for more.
-        #[arg(long = "ssh-key", value_name = "ID", required_unless_present = "default")]
-        ssh_keys: Vec<Uuid>,
+        #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present = "default", add = complete::of(&SSH_KEY))]
+        ssh_keys: Vec<Ref>,
         /// Your default key, whichever that is.
         #[arg(long, conflicts_with = "ssh_keys")]
         default: bool,
     },
-    /// The terminals on an allocation that are open, to go back to.
-    Terminals { allocation: Uuid },
+    /// Administrators: tries a release again that failed.
+    RetryRelease(Order),
+    /// Administrators: gives an allocation up whose node cannot prove that it is clean. The node is fenced.
+    ForceRelease {
+        #[command(flatten)]
+        order: Order,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
     /// What has become of an allocation so far.
     Events {
-        allocation: Uuid,
+        #[arg(add = complete::of(&ALLOCATION))]
+        allocation: Ref,
         /// Go on until it is released.
         #[arg(long, short)]
         follow: bool,
@@ -50,9 +66,18 @@ pub(crate) enum Command {
 }
 
 #[derive(Debug, clap::Args)]
+pub(crate) struct Order {
+    #[arg(add = complete::of(&ALLOCATION))]
+    allocation: Ref,
+    /// Why; it stands in the audit log.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+}
+
+#[derive(Debug, clap::Args)]
 pub(crate) struct Create {
     /// What kind of machine: `gpuctl skus list` shows them.
-    #[arg(long)]
+    #[arg(long, add = complete::sku_names())]
     sku: String,
     /// How many GPUs, all on one node.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -61,14 +86,14 @@ pub(crate) struct Create {
     #[arg(long, value_name = "CODE")]
     region: Option<String>,
     /// On this node; on the one that fits best where it is left out.
-    #[arg(long, value_name = "ID")]
-    node: Option<Uuid>,
+    #[arg(long, value_name = "ID|HOST", add = complete::of(&NODE))]
+    node: Option<Ref>,
     /// For the project that your login is for.
     #[arg(long, value_name = "ID")]
     project: Option<String>,
     /// A key that opens it, and again for more; your default key where it is left out.
-    #[arg(long = "ssh-key", value_name = "ID")]
-    ssh_keys: Vec<Uuid>,
+    #[arg(long = "ssh-key", value_name = "ID|NAME", add = complete::of(&SSH_KEY))]
+    ssh_keys: Vec<Ref>,
     /// Wait in line for so long where there is no capacity (`90s`, `10m`).
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
     queue: Option<Duration>,
@@ -91,13 +116,16 @@ pub(crate) struct List {
     /// Those in this state: requested, provisioning, active, releasing, release_failed, released.
     #[arg(long)]
     state: Option<String>,
+    /// Also those that have ended.
+    #[arg(long, conflicts_with = "state")]
+    all: bool,
     /// Those of this SKU.
-    #[arg(long)]
+    #[arg(long, add = complete::sku_names())]
     sku: Option<String>,
     /// Administrators: those of this user.
     #[arg(long, value_name = "ID")]
     user: Option<String>,
-    /// At most so many.
+    /// At most so many, the newest.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }
@@ -133,15 +161,15 @@ const ALONE: [Column; 25] = [
     ("requested", "/requested_at"),
     ("active since", "/active_at"),
     ("released", "/released_at"),
-    ("minor a GPU an hour", "/price/amount_minor_per_gpu_hour"),
-    ("cost so far, minor", "/cost_to_date_minor"),
+    ("a GPU an hour", "/price/amount_per_gpu_hour"),
+    ("cost so far", "/cost_to_date"),
     ("billed until", "/billed_until"),
     ("state ends by", "/deadline_at"),
     ("overdue", "/overdue"),
 ];
 
-const TERMINALS: [Column; 5] =
-    [("ID", "/id"), ("STATE", "/state"), ("OPENED", "/opened_at"), ("ENDS BY", "/ends_at"), ("RECORDED", "/recording")];
+/// The longest list that is read to find its newest entries: the API lists from the oldest on.
+const READ: usize = 10_000;
 
 const HISTORY: [Column; 3] = [("AT", "/at"), ("STATE", "/state"), ("WHY", "/reason")];
 
@@ -153,41 +181,77 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
         Command::Create(wanted) => create(wanted, api).await,
         Command::List(which) => list(which, api).await,
-        Command::Show { allocation } => api.out.show(&api.get(&path(allocation), &[]).await?, &ALONE),
-        Command::Release { allocation, issue, wait } => release(allocation, issue, &wait, api).await,
-        Command::SshKeys { allocation, ssh_keys, default } => {
-            let body = json!({ "ssh_key_ids": (!default).then_some(ssh_keys) });
-            api.out.show(&api.put(&format!("{}/ssh-keys", path(allocation)), &body).await?, &ALONE)
+        Command::Show { allocation } => {
+            let id = reference::allocation(&allocation, api).await?;
+            api.out.show(&api.get(&path(id), &[]).await?, &ALONE)
         }
-        Command::Terminals { allocation } => {
-            // More than any policy admits.
-            let page = api.list(&format!("{}/terminal-sessions", path(allocation)), &[], 1000).await?;
-            api.out.list(&page, &TERMINALS)
+        Command::Release { allocation, issue, wait } => {
+            release(reference::allocation(&allocation, api).await?, issue, &wait, api).await
+        }
+        Command::SshKeys { allocation, ssh_keys, default } => {
+            let id = reference::allocation(&allocation, api).await?;
+            let chosen = ids(&ssh_keys, &SSH_KEY, api).await?;
+            let body = json!({ "ssh_key_ids": (!default).then_some(chosen) });
+            api.out.show(&api.put(&format!("{}/ssh-keys", path(id)), &body).await?, &ALONE)
+        }
+        Command::RetryRelease(order) => {
+            let id = reference::allocation(&order.allocation, api).await?;
+            ordered(id, "retry-release", &order.reason, api).await
+        }
+        Command::ForceRelease { order, confirm } => {
+            let id = reference::allocation(&order.allocation, api).await?;
+            confirm.ask(&format!("Give allocation {id} up without the proof that its node is clean?"))?;
+            ordered(id, "force-release", &order.reason, api).await
         }
         Command::Events { allocation, follow: false } => {
-            let found = api.get(&path(allocation), &[]).await?;
+            let found = api.get(&path(reference::allocation(&allocation, api).await?), &[]).await?;
             api.out.list(&json!({ "items": found["status_history"], "next_page": null }), &HISTORY)
         }
-        Command::Events { allocation, follow: true } => follow(allocation, api).await,
+        Command::Events { allocation, follow: true } => {
+            follow(reference::allocation(&allocation, api).await?, api).await
+        }
     }
+}
+
+async fn ordered(id: Uuid, verb: &str, reason: &str, api: &Api) -> Result<(), Failure> {
+    let path = format!("/api/v1/admin/allocations/{id}/{verb}");
+    api.out.show(&api.post(&path, &json!({ "reason": reason })).await?, &ALONE)
 }
 
 async fn list(which: List, api: &Api) -> Result<(), Failure> {
     let mut query: Query<'_> = Vec::new();
+    let every = which.all || which.state.is_some();
     query.extend(which.state.map(|state| ("state", state)));
     query.extend(which.sku.map(|sku| ("sku", sku)));
     query.extend(which.user.map(|user| ("user_id", user)));
-    let page = api.list("/api/v1/allocations", &query, which.limit.into()).await?;
-    api.out.list(&page, &IN_A_LIST)
+    let page = match every {
+        true => api.list(ALLOCATION.path, &query, READ).await?,
+        false => reference::live_allocations(&query, READ, api).await?,
+    };
+    api.out.list(&newest(&page, which.limit.into()), &IN_A_LIST)
+}
+
+/// The newest of them, the newest first. `next_page` is where those begin that were not read.
+fn newest(page: &Value, limit: usize) -> Value {
+    let mut all: Vec<&Value> = items(page).iter().collect();
+    let requested_at = |item: &Value| item["requested_at"].as_str().and_then(|at| at.parse::<DateTime<Utc>>().ok());
+    all.sort_by_key(|item| std::cmp::Reverse(requested_at(item)));
+    all.truncate(limit);
+    json!({ "items": all, "next_page": page["next_page"] })
 }
 
 async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
+    let ssh_keys = ids(&wanted.ssh_keys, &SSH_KEY, api).await?;
+    let node = match &wanted.node {
+        Some(node) => Some(node.id(&NODE, api).await?),
+        None => None,
+    };
     let mut body = json!({ "sku": wanted.sku, "gpu_count": wanted.gpus });
     let given = [
         ("region_code", wanted.region.map(Value::from)),
-        ("node_id", wanted.node.map(|node| node.to_string().into())),
+        ("node_id", node.map(|node| node.to_string().into())),
         ("project_id", wanted.project.map(Value::from)),
-        ("ssh_key_ids", (!wanted.ssh_keys.is_empty()).then(|| json!(wanted.ssh_keys))),
+        ("ssh_key_ids", (!ssh_keys.is_empty()).then(|| json!(ssh_keys))),
         ("queue_seconds", wanted.queue.map(|time| time.as_secs().into())),
     ];
     for (name, value) in given {
@@ -281,4 +345,25 @@ async fn follow(id: Uuid, api: &Api) -> Result<(), Failure> {
 fn id_of(made: &Value) -> Result<Uuid, Failure> {
     let id = made["id"].as_str().and_then(|id| id.parse().ok());
     id.ok_or_else(|| Failure::new(Ended::Server, "the server's answer names no allocation"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newest_allocations_come_first_and_the_oldest_are_cut() {
+        let item = |id: u32, at: &str| json!({ "id": id, "requested_at": at });
+        let page = json!({
+            "items": [item(1, "2026-11-22T01:00:00Z"), item(3, "2026-11-22T03:00:00Z"), item(2, "2026-11-22T02:00:00Z")],
+            "next_page": null,
+        });
+        let ids = |limit: usize| {
+            newest(&page, limit)["items"]
+                .as_array()
+                .map(|items| items.iter().map(|item| item["id"].clone()).collect::<Vec<_>>())
+        };
+        assert_eq!(ids(9), Some(vec![json!(3), json!(2), json!(1)]));
+        assert_eq!(ids(1), Some(vec![json!(3)]));
+    }
 }

@@ -91,9 +91,22 @@ impl Api {
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+        self.call(Call { method: Method::POST, path, query: &[], body: Some(body), key: Some(self.next_key()) }).await
+    }
+
+    fn next_key(&self) -> String {
         let own = self.key.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let key = own.unwrap_or_else(|| Uuid::new_v4().to_string());
-        self.call(Call { method: Method::POST, path, query: &[], body: Some(body), key: Some(key) }).await
+        own.unwrap_or_else(|| Uuid::new_v4().to_string())
+    }
+
+    /// A POST that takes no body.
+    pub(crate) async fn post_empty(&self, path: &str) -> Result<Value, Failure> {
+        self.call(Call { method: Method::POST, path, query: &[], body: None, key: Some(self.next_key()) }).await
+    }
+
+    /// Changes some fields. It is repeated as a PUT is: the same fields twice are the same change.
+    pub(crate) async fn patch(&self, path: &str, body: &Value) -> Result<Value, Failure> {
+        self.call(Call { method: Method::PATCH, path, query: &[], body: Some(body), key: None }).await
     }
 
     /// Says how it is to be: once or twice is the same.
@@ -115,7 +128,7 @@ impl Api {
             query.extend(next.as_str().map(|token| ("page_token", token.to_owned())));
             let mut page = self.get(path, &query).await?;
             let Some(more) = page["items"].as_array_mut() else {
-                return Err(Failure::new(Ended::Server, format!("the server's answer to GET {path} is no list")));
+                return Err(Failure::new(Ended::Server, "the server's answer is no list"));
             };
             let ends = more.is_empty();
             items.append(more);
@@ -219,8 +232,7 @@ impl Api {
         let body = match json_of(answer).await {
             Ok(Some(body)) => body,
             Ok(None) if status.is_success() => {
-                let what = format!("the server's answer to {method} {path} is no JSON");
-                return Attempt::Failed(Failure::new(Ended::Server, what));
+                return Attempt::Failed(Failure::new(Ended::Server, "the server's answer is no JSON"));
             }
             Ok(None) => Value::Null,
             Err(Unread::Cut(error)) => return self.unanswered(call, &error),
@@ -253,7 +265,7 @@ impl Api {
                 false => Attempt::Again { after: None, patience: CONNECT_PATIENCE, failure },
             };
         }
-        let repeatable = matches!(call.method, Method::GET | Method::PUT) || call.key.is_some();
+        let repeatable = matches!(call.method, Method::GET | Method::PUT | Method::PATCH) || call.key.is_some();
         let failure = once_again(failure, call);
         if repeatable { Attempt::Again { after: None, patience: PATIENCE, failure } } else { Attempt::Failed(failure) }
     }

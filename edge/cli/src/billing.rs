@@ -1,15 +1,19 @@
 //! Prepaid money: what there is, what it went to, what something would cost, and a month of it in a file. How it comes and goes back is in
 //! `payments.rs`.
 
+pub(crate) mod accounts;
+
 use crate::api::{Api, Query};
+use crate::complete;
 use crate::failure::Failure;
+use crate::money;
 use crate::out::Column;
+use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
 use crate::{duration, file, payments};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Duration;
-use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -20,10 +24,10 @@ pub(crate) enum Command {
     },
     /// What it went to and came from, newest first.
     Ledger(Ledger),
-    /// What something would cost, and whether your balance covers its beginning.
+    /// What something would cost, and whether your balance covers it.
     Estimate {
         /// What kind of machine: `gpuctl skus list` shows them.
-        #[arg(long)]
+        #[arg(long, add = complete::sku_names())]
         sku: String,
         /// How many GPUs, all on one node.
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -47,29 +51,26 @@ pub(crate) enum Command {
     /// What was paid in, oldest first.
     Payments(payments::Payments),
     /// One payment, and what went back of it.
-    Payment { payment: Uuid },
+    Payment {
+        #[arg(add = complete::of(&PAYMENT))]
+        payment: Ref,
+    },
     /// Asks a payment back, or gives back of what an allocation has cost.
     Refund(payments::Refund),
     /// Administrators: all accounts, oldest first.
-    Accounts {
-        /// This user's.
-        #[arg(long, value_name = "ID", conflicts_with = "org")]
-        user: Option<String>,
-        /// This organisation's.
-        #[arg(long, value_name = "ID")]
-        org: Option<String>,
-        /// At most so many.
-        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
-        limit: u16,
-    },
+    Accounts(accounts::Accounts),
+    /// Billing operators: opens an account.
+    OpenAccount(accounts::Open),
+    /// Billing operators: credits or debits an account by hand.
+    Adjust(accounts::Adjust),
 }
 
 /// Whose.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Of {
     /// Administrators: this account; your own, or your organisation's, where it is left out.
-    #[arg(long, value_name = "ID")]
-    account: Option<Uuid>,
+    #[arg(long, value_name = "ID|USER", add = complete::of(&ACCOUNT))]
+    account: Option<Ref>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -80,8 +81,8 @@ pub(crate) struct Ledger {
     #[arg(long)]
     kind: Option<String>,
     /// For this allocation.
-    #[arg(long, value_name = "ID")]
-    allocation: Option<Uuid>,
+    #[arg(long, value_name = "ID", add = complete::of(&ALLOCATION))]
+    allocation: Option<Ref>,
     /// Posted at this instant (2026-11-22T12:00:00Z) or later.
     #[arg(long, value_name = "INSTANT")]
     from: Option<DateTime<Utc>>,
@@ -130,7 +131,6 @@ impl Form {
     }
 }
 
-// Amounts are in minor units (cents), as everywhere in the API.
 const BALANCE: [Column; 16] = [
     ("account", "/id"),
     ("user", "/user_id"),
@@ -138,11 +138,11 @@ const BALANCE: [Column; 16] = [
     ("state", "/state"),
     ("currency", "/currency"),
     ("balance", "/balance"),
-    ("accrued since", "/accrued_minor"),
-    ("set aside", "/held_minor"),
-    ("available", "/available_minor"),
+    ("accrued since", "/accrued"),
+    ("set aside", "/held"),
+    ("available", "/available"),
     ("low", "/is_low"),
-    ("spent an hour", "/burn_minor_per_hour"),
+    ("spent an hour", "/burn_per_hour"),
     ("running", "/running"),
     ("lasts until", "/lasts_until"),
     ("released at", "/release_at"),
@@ -153,50 +153,47 @@ const BALANCE: [Column; 16] = [
 const METERS: [Column; 7] = [
     ("ALLOCATION", "/allocation_id"),
     ("USER", "/user_id"),
-    ("AN HOUR", "/minor_per_hour"),
+    ("AN HOUR", "/per_hour"),
     ("SET ASIDE", "/held"),
     ("CHARGED", "/charged"),
     ("FROM", "/from"),
     ("BILLED UNTIL", "/billed_until"),
 ];
 
-const POSTINGS: [Column; 9] = [
+const POSTINGS: [Column; 8] = [
     ("NUMBER", "/number"),
     ("AT", "/at"),
     ("KIND", "/kind"),
     ("CHANGE", "/change"),
     ("BALANCE", "/balance"),
-    ("CURRENCY", "/currency"),
     ("ALLOCATION", "/allocation_id"),
     ("PAYMENT", "/payment_id"),
     ("WHY", "/reason"),
 ];
 
 const ESTIMATE: [Column; 8] = [
-    ("currency", "/currency"),
-    ("a GPU an hour", "/amount_minor_per_gpu_hour"),
-    ("all an hour", "/minor_per_hour"),
+    ("a GPU an hour", "/amount_per_gpu_hour"),
+    ("all an hour", "/per_hour"),
     ("together", "/cost"),
     ("needed to begin", "/needed"),
     ("available", "/available"),
-    ("covered", "/is_covered"),
-    ("seconds it lasts", "/lasts_seconds"),
+    ("can begin", "/is_covered"),
+    ("covered to the end", "/whole_time"),
+    ("lasts", "/lasts"),
 ];
 
-const MONTHS: [Column; 6] = [
+const MONTHS: [Column; 5] = [
     ("MONTH", "/month"),
     ("FINAL", "/is_final"),
-    ("CURRENCY", "/currency"),
     ("OPENING", "/opening"),
     ("CLOSING", "/closing"),
     ("POSTINGS", "/postings"),
 ];
 
-const MONTH: [Column; 8] = [
+const MONTH: [Column; 7] = [
     ("account", "/account_id"),
     ("month", "/month"),
     ("final", "/is_final"),
-    ("currency", "/currency"),
     ("opening", "/opening"),
     ("closing", "/closing"),
     ("postings", "/postings"),
@@ -213,123 +210,111 @@ const LINES: [Column; 7] = [
     ("CHANGE", "/change"),
 ];
 
-const ACCOUNTS: [Column; 8] = [
-    ("ID", "/id"),
-    ("USER", "/user_id"),
-    ("ORG", "/org_id"),
-    ("STATE", "/state"),
-    ("CURRENCY", "/currency"),
-    ("BALANCE", "/balance"),
-    ("AN HOUR", "/burn_minor_per_hour"),
-    ("LASTS UNTIL", "/lasts_until"),
-];
-
 impl Of {
-    fn path(&self, own: &str) -> String {
-        match self.account {
-            Some(id) => format!("/api/v1/admin/billing/accounts/{id}/{own}"),
+    async fn path(&self, own: &str, api: &Api) -> Result<String, Failure> {
+        Ok(match &self.account {
+            Some(account) => format!("{}/{}/{own}", ACCOUNT.path, account.id(&ACCOUNT, api).await?),
             None => format!("/api/v1/billing/{own}"),
-        }
+        })
     }
 }
 
+/// Of whoever is logged in.
+pub(crate) const OWN_BALANCE: &str = "/api/v1/billing/balance";
+
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::Balance { of: Of { account: None } } => {
-            api.out.show(&with_amounts(api.get("/api/v1/billing/balance", &[]).await?, api), &BALANCE)
-        }
-        Command::Balance { of: Of { account: Some(id) } } => metered(id, api).await,
+        Command::Balance { of: Of { account: None } } => api.out.show(&api.get(OWN_BALANCE, &[]).await?, &BALANCE),
+        Command::Balance { of: Of { account: Some(account) } } => accounts::metered(&account, api).await,
         Command::Ledger(which) => ledger(which, api).await,
-        Command::Estimate { sku, gpus, time } => {
-            let mut query: Query<'_> = vec![("sku", sku), ("gpu_count", gpus.to_string())];
-            query.extend(time.map(|time| ("seconds", time.as_secs().to_string())));
-            api.out.show(&with_amounts(api.get("/api/v1/billing/estimate", &query).await?, api), &ESTIMATE)
-        }
+        Command::Estimate { sku, gpus, time } => estimate(sku, gpus, time, api).await,
         Command::Statements { of, limit } => {
-            let page = api.list(&of.path("statements"), &[], limit.into()).await?;
-            api.out.list(&with_amounts(page, api), &MONTHS)
+            let page = api.list(&of.path("statements", api).await?, &[], limit.into()).await?;
+            api.out.list(&page, &MONTHS)
         }
         Command::Statement(Statement { month, of, form: None, .. }) => shown(&month, &of, api).await,
         Command::Statement(Statement { month, of, form: Some(form), to }) => {
-            let path = of.path(&format!("statements/{month}/{}", form.name()));
+            let path = of.path(&format!("statements/{month}/{}", form.name()), api).await?;
             let to = to.unwrap_or_else(|| PathBuf::from(format!("statement-{month}.{}", form.name())));
             file::keep(api, &path, form.media_type(), "the statement", &to).await
         }
         Command::TopUp(wanted) => payments::top_up(wanted, api).await,
         Command::Payments(which) => payments::list(which, api).await,
-        Command::Payment { payment } => payments::show(payment, api).await,
+        Command::Payment { payment } => payments::show(&payment, api).await,
         Command::Refund(wanted) => payments::refund(wanted, api).await,
-        Command::Accounts { user, org, limit } => {
-            let given = [("user_id", user), ("org_id", org)];
-            let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-            let page = api.list("/api/v1/admin/billing/accounts", &query, limit.into()).await?;
-            api.out.list(&with_amounts(page, api), &ACCOUNTS)
-        }
+        Command::Accounts(which) => accounts::list(which, api).await,
+        Command::OpenAccount(wanted) => accounts::open(wanted, api).await,
+        Command::Adjust(wanted) => accounts::adjust(wanted, api).await,
     }
 }
 
-/// An account as administrators see it: with what it pays for.
-async fn metered(id: Uuid, api: &Api) -> Result<(), Failure> {
-    let found = api.get(&format!("/api/v1/admin/billing/accounts/{id}"), &[]).await?;
+/// For people the answer says besides for how long the balance is enough, with what runs already. Scripts get what the service answered.
+async fn estimate(sku: String, gpus: u16, time: Option<Duration>, api: &Api) -> Result<(), Failure> {
+    let mut query: Query<'_> = vec![("sku", sku), ("gpu_count", gpus.to_string())];
+    query.extend(time.map(|time| ("seconds", time.as_secs().to_string())));
+    let mut found = api.get("/api/v1/billing/estimate", &query).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }
-    let found = with_amounts(found, api);
-    let mut account = found["account"].clone();
-    account["opened_at"] = found["opened_at"].clone();
-    api.out.show(&account, &BALANCE)?;
-    api.out.rows_below(&found["meters"], &METERS)
+    if let Some(time) = time {
+        let balance = api.get(OWN_BALANCE, &[]).await?;
+        found["whole_time"] = coverage(&found, &balance, time).into();
+    }
+    let lasts = found["lasts_seconds"].as_u64().map(Duration::from_secs);
+    found["lasts"] = json!(lasts.map(|time| format!("{}, alone", duration::shown(time))));
+    api.out.show(&found, &ESTIMATE)
+}
+
+/// Whether the balance is enough for the whole time, and for how long where it is not. What runs already is paid from it, too.
+fn coverage(estimate: &Value, balance: &Value, time: Duration) -> String {
+    let number = |value: &Value| i128::from(value.as_i64().unwrap_or_default());
+    let (seconds, burn) = (i128::from(time.as_secs()), number(&balance["burn_minor_per_hour"]));
+    // Both sides are in millionths of a minor unit, times the seconds of an hour.
+    let available = number(&estimate["available_micro"]) * 3600;
+    let running = burn * money::MICRO;
+    let needed = number(&estimate["cost_micro"]) * 3600 + running * seconds;
+    let beside = if burn > 0 { ", beside what runs now" } else { "" };
+    if available >= needed {
+        return format!("yes{beside}");
+    }
+    let each_second = running + number(&estimate["minor_per_hour"]) * money::MICRO;
+    let lasts =
+        available.max(0).checked_div(each_second).and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or_default();
+    if lasts == 0 {
+        "no".to_owned()
+    } else {
+        format!("no, for {}{beside}", duration::shown(Duration::from_secs(lasts)))
+    }
 }
 
 async fn ledger(which: Ledger, api: &Api) -> Result<(), Failure> {
+    let allocation = match &which.allocation {
+        Some(allocation) => Some(reference::allocation(allocation, api).await?),
+        None => None,
+    };
     let given = [
         ("kind", which.kind),
-        ("allocation_id", which.allocation.map(|id| id.to_string())),
+        ("allocation_id", allocation.map(|id| id.to_string())),
         ("from", which.from.map(|at| at.to_rfc3339())),
         ("until", which.until.map(|at| at.to_rfc3339())),
     ];
     let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    let page = api.list(&which.of.path("ledger"), &query, which.limit.into()).await?;
-    api.out.list(&with_amounts(page, api), &POSTINGS)
+    let page = api.list(&which.of.path("ledger", api).await?, &query, which.limit.into()).await?;
+    api.out.list(&page, &POSTINGS)
 }
 
 async fn shown(month: &str, of: &Of, api: &Api) -> Result<(), Failure> {
-    let found = api.get(&of.path(&format!("statements/{month}")), &[]).await?;
+    let mut found = api.get(&of.path(&format!("statements/{month}"), api).await?, &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }
-    let found = with_amounts(found, api);
+    // Its lines are in its currency.
+    let currency = found["currency"].clone();
+    for line in found["lines"].as_array_mut().into_iter().flatten() {
+        line["currency"] = currency.clone();
+    }
     api.out.show(&found, &MONTH)?;
     api.out.rows_below(&found["lines"], &LINES)
-}
-
-/// For people: beside every `…_micro` the same in minor units with all six digits of the rest, under the name without it. Scripts get what the
-/// service answered.
-fn with_amounts(mut answer: Value, api: &Api) -> Value {
-    if !api.out.is_json() {
-        add_amounts(&mut answer);
-    }
-    answer
-}
-
-fn add_amounts(value: &mut Value) {
-    match value {
-        Value::Array(items) => items.iter_mut().for_each(add_amounts),
-        Value::Object(fields) => {
-            fields.values_mut().for_each(add_amounts);
-            let amount = |(name, value): (&String, &Value)| {
-                Some((name.strip_suffix("_micro")?.to_owned(), in_minor(value.as_i64()?)))
-            };
-            let amounts: Vec<(String, String)> = fields.iter().filter_map(amount).collect();
-            fields.extend(amounts.into_iter().map(|(name, text)| (name, json!(text))));
-        }
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
-    }
-}
-
-fn in_minor(micro: i64) -> String {
-    let (sign, all) = (if micro < 0 { "-" } else { "" }, micro.unsigned_abs());
-    format!("{sign}{}.{:06}", all / 1_000_000, all % 1_000_000)
 }
 
 fn month(text: &str) -> Result<String, String> {
@@ -342,15 +327,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_are_shown_with_all_their_digits() {
-        let mut answer = json!({ "items": [{ "change_micro": -16_666_667, "balance_micro": 5, "held_micro": null }], "n_micro": 1_000_000 });
-        add_amounts(&mut answer);
-        assert_eq!(answer["n"], "1.000000");
-        let item = &answer["items"][0];
-        assert_eq!(
-            (&item["change"], &item["balance"], &item["held"]),
-            (&json!("-16.666667"), &json!("0.000005"), &Value::Null)
-        );
+    fn estimate_says_whether_the_whole_time_is_covered_beside_what_runs() {
+        let estimate = |available: i64| json!({ "currency": "USD", "available_micro": available, "cost_micro": 800_000_000_i64, "minor_per_hour": 100, "is_covered": true });
+        let time = Duration::from_secs(8 * 3600);
+        let said =
+            |available: i64, burn: i64| coverage(&estimate(available), &json!({ "burn_minor_per_hour": burn }), time);
+        assert_eq!(said(800_000_000, 0), "yes");
+        assert_eq!(said(799_999_999, 0), "no, for 7h 59m 59s");
+        assert_eq!(said(800_000_000, 100), "no, for 4h, beside what runs now");
+        assert_eq!(said(1_600_000_000, 100), "yes, beside what runs now");
+        assert_eq!(said(-5, 0), "no");
     }
 
     #[test]

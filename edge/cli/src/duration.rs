@@ -1,21 +1,21 @@
-//! A time that is given on the command line: `90`, `90s`, `15m`, `2h`.
+//! A time that is given on the command line, as `humantime` reads it: `90s`, `15m`, `1h 30m`, `2d`.
 
 use std::time::Duration;
 
-/// Longer than anything here can be waited for.
-const LONGEST: u64 = 7 * 24 * 3600;
+/// The longest time that anything of the service takes: what is estimated for a year.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
 pub(crate) fn parse(text: &str) -> Result<Duration, String> {
-    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    let each = match unit {
-        "" | "s" => Some(1),
-        "m" => Some(60),
-        "h" => Some(3600),
-        _ => None,
-    };
-    let seconds = each.and_then(|each| number.parse::<u64>().ok()?.checked_mul(each));
-    let seconds = seconds.filter(|seconds| *seconds <= LONGEST);
-    seconds.map(Duration::from_secs).ok_or_else(|| "a time is written as 90s, 15m or 2h, a week at most".to_owned())
+    let time = humantime::parse_duration(text).map_err(|error| format!("{error}; write a time as 90s, 15m or 8h"))?;
+    if time > LONGEST {
+        return Err("a time has a year at most".to_owned());
+    }
+    Ok(time)
+}
+
+/// `8h`, `1h 30m`: whole seconds.
+pub(crate) fn shown(time: Duration) -> String {
+    humantime::format_duration(Duration::from_secs(time.as_secs())).to_string()
 }
 
 #[cfg(test)]
@@ -23,12 +23,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_is_a_number_and_a_unit() {
-        for (text, seconds) in [("90", 90), ("90s", 90), ("15m", 900), ("2h", 7200), ("0", 0)] {
+    fn a_time_is_numbers_with_units() {
+        for (text, seconds) in [("90s", 90), ("15m", 900), ("2h", 7200), ("1h 30m", 5400), ("1d", 86_400), ("0s", 0)] {
             assert_eq!(parse(text), Ok(Duration::from_secs(seconds)), "{text}");
         }
-        for bad in ["", "s", "1d", "-1", "1.5h", "99999999999999999999s", "169h", "1 m"] {
+        for bad in ["", "s", "90", "-1s", "99999999999999999999s", "367d", "1 parsec"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
+        assert_eq!(shown(Duration::from_millis(5_400_900)), "1h 30m");
     }
 }

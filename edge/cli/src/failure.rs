@@ -1,5 +1,6 @@
 //! Why a command did not do what it was asked: for people on standard error, for scripts as JSON there and as the exit code.
 
+use crate::routes;
 use crate::text::plain;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
@@ -102,7 +103,7 @@ impl Failure {
             retry_after,
         };
         let next = next_after(&refusal).map(str::to_owned);
-        Self { ended, message: message.to_owned(), next, answer: Some(Box::new(refusal)) }
+        Self { ended, message: routes::for_people(message), next, answer: Some(Box::new(refusal)) }
     }
 
     /// The service's code, where it refused.

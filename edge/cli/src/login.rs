@@ -2,15 +2,18 @@
 
 mod loopback;
 pub(crate) mod provider;
+mod resource;
 pub(crate) mod store;
 
 use crate::failure::{Ended, Failure};
 use crate::out::{Column, Out, say_always};
-use crate::{Connection, web};
+use crate::{Connection, variable, web};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
 use provider::{Asking, Discovered, Granted, Provider, discover};
+use reqwest::Url;
+use resource::Resource;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
@@ -38,14 +41,14 @@ const WHO: [Column; 11] = [
 /// How to log in.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LoginArgs {
-    /// The identity provider, exactly as it names itself.
-    #[arg(long, env = "SVC_OIDC_ISSUER", value_name = "URL")]
-    issuer: String,
-    /// As which of the provider's clients.
-    #[arg(long, env = "SVC_CLIENT_ID", value_name = "ID", default_value = "gpuctl")]
-    client_id: String,
-    /// The client's secret, where it has one.
-    #[arg(long, env = "SVC_CLIENT_SECRET", value_name = "SECRET", hide_env_values = true)]
+    /// The identity provider, exactly as it names itself; the server's own where it is left out. [env: SVC_OIDC_ISSUER]
+    #[arg(long, value_name = "URL")]
+    issuer: Option<String>,
+    /// As which of the provider's clients; the one that the server names where it is left out. [env: SVC_CLIENT_ID]
+    #[arg(long, value_name = "ID")]
+    client_id: Option<String>,
+    /// The client's secret, where it has one. [env: SVC_CLIENT_SECRET]
+    #[arg(long, value_name = "SECRET")]
     client_secret: Option<SecretString>,
     /// What to ask for; may be given again.
     #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", "offline_access"])]
@@ -68,6 +71,12 @@ pub(crate) struct LoginArgs {
     /// Read the password from standard input and not from the terminal.
     #[arg(long, requires = "username")]
     password_stdin: bool,
+    /// As a service account: the client id that `service-accounts add-key` printed. Its secret is asked for, or --client-secret.
+    #[arg(long, value_name = "CLIENT-ID", conflicts_with_all = ["issuer", "client_id", "device", "browser", "username"])]
+    service_account: Option<String>,
+    /// Read the service account's secret from standard input and not from the terminal.
+    #[arg(long, requires = "service_account")]
+    secret_stdin: bool,
 }
 
 /// The ways to log in.
@@ -79,33 +88,9 @@ enum Way {
 
 pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<(), Failure> {
     let server = connection.named_server()?;
-    let ca_bundle = connection.ca_bundle()?;
-    let (http, found) = discover(&args.issuer, ca_bundle.as_deref()).await?;
-    let asking = Asking {
-        client_id: args.client_id.clone(),
-        client_secret: args.client_secret.clone(),
-        scopes: args.scopes.clone(),
-        resource: args.resource.clone(),
-    };
-    let provider = Provider::new(http, &found.token_endpoint, asking)?;
-    let granted = match args.way(&found)? {
-        Way::Password(username) => provider.by_password(&username, &password(args.password_stdin)?).await?,
-        Way::Device(endpoint) => provider.by_device(&endpoint).await?,
-        Way::Browser(endpoint) => provider.by_browser(&endpoint, &args.issuer, !args.no_open).await?,
-    };
-    let Granted { access_token, refresh_token, expires_at } = granted;
-    let login = Login {
-        server: server.to_string(),
-        ca_bundle,
-        issuer: args.issuer,
-        token_endpoint: found.token_endpoint,
-        revocation_endpoint: found.revocation_endpoint,
-        client_id: args.client_id,
-        // Needed again only where the login can be gone on with.
-        client_secret: args.client_secret.filter(|_| refresh_token.is_some()),
-        expires_at: expires_at.or_else(|| end_of(&access_token)),
-        access_token,
-        refresh_token,
+    let login = match &args.service_account {
+        Some(client) => as_service_account(client, &args, &server, connection).await?,
+        None => as_person(&args, &server, connection).await?,
     };
     let held = connection.store.hold()?;
     connection.store.write(&login)?;
@@ -113,6 +98,81 @@ pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<()
     let who = described(&login, connection.store.profile());
     let name = [&who["name"], &who["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
     connection.out.done(&who, &format!("Logged in at {server} as {}.", crate::text::plain(&name)))
+}
+
+/// The server is asked first: a mistyped address is found before a password is entered.
+async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> Result<Login, Failure> {
+    let ca_bundle = connection.ca_bundle()?;
+    let issuer = args.issuer.clone().or_else(|| variable("SVC_OIDC_ISSUER"));
+    let Resource { issuer, client_id } = resource::discover(server, issuer, ca_bundle.as_deref()).await?;
+    let client_id = args.client_id.clone().or_else(|| variable("SVC_CLIENT_ID")).unwrap_or(client_id);
+    let client_secret = args.client_secret.clone().or_else(|| variable("SVC_CLIENT_SECRET").map(SecretString::from));
+    let (http, found) = discover(&issuer, ca_bundle.as_deref()).await?;
+    let asking = Asking {
+        client_id: client_id.clone(),
+        client_secret: client_secret.clone(),
+        scopes: args.scopes.clone(),
+        resource: args.resource.clone(),
+    };
+    let provider = Provider::new(http, &found.token_endpoint, asking)?;
+    let granted = match args.way(&found)? {
+        Way::Password(username) => {
+            provider.by_password(&username, &secret("Password: ", args.password_stdin, PASSWORD_STDIN)?).await?
+        }
+        Way::Device(endpoint) => provider.by_device(&endpoint).await?,
+        Way::Browser(endpoint) => provider.by_browser(&endpoint, &issuer, !args.no_open).await?,
+    };
+    let Granted { access_token, refresh_token, expires_at } = granted;
+    Ok(Login {
+        server: server.to_string(),
+        ca_bundle,
+        issuer,
+        token_endpoint: found.token_endpoint,
+        revocation_endpoint: found.revocation_endpoint,
+        client_id,
+        // Needed again only where the login can be gone on with.
+        client_secret: client_secret.filter(|_| refresh_token.is_some()),
+        service_account: false,
+        expires_at: expires_at.or_else(|| end_of(&access_token)),
+        access_token,
+        refresh_token,
+    })
+}
+
+async fn as_service_account(
+    client: &str,
+    args: &LoginArgs,
+    server: &Url,
+    connection: &Connection,
+) -> Result<Login, Failure> {
+    let ca_bundle = connection.ca_bundle()?;
+    let client_secret = match &args.client_secret {
+        Some(secret) => secret.clone(),
+        None => secret("Client secret: ", args.secret_stdin, SECRET_STDIN)?,
+    };
+    // The control plane itself issues these.
+    let token_endpoint = format!("{}/api/v1/service-accounts/token", server.as_str().trim_end_matches('/'));
+    let http = provider::http(server.as_str(), ca_bundle.as_deref())?;
+    let asking = Asking {
+        client_id: client.to_owned(),
+        client_secret: Some(client_secret.clone()),
+        scopes: Vec::new(),
+        resource: None,
+    };
+    let granted = Provider::new(http, &token_endpoint, asking)?.by_client_credentials().await?;
+    Ok(Login {
+        server: server.to_string(),
+        ca_bundle,
+        issuer: server.to_string(),
+        token_endpoint,
+        revocation_endpoint: None,
+        client_id: client.to_owned(),
+        client_secret: Some(client_secret),
+        service_account: true,
+        expires_at: granted.expires_at.or_else(|| end_of(&granted.access_token)),
+        access_token: granted.access_token,
+        refresh_token: None,
+    })
 }
 
 impl LoginArgs {
@@ -145,20 +205,24 @@ fn has_display() -> bool {
     cfg!(target_os = "macos") || ["DISPLAY", "WAYLAND_DISPLAY"].iter().any(|name| std::env::var_os(name).is_some())
 }
 
-/// The password: of one line of standard input, or of the terminal, where it is not shown.
-fn password(from_stdin: bool) -> Result<SecretString, Failure> {
+/// The options that read a secret from standard input.
+const PASSWORD_STDIN: &str = "--password-stdin";
+const SECRET_STDIN: &str = "--secret-stdin";
+
+/// A secret: of one line of standard input, or of the terminal, where it is not shown.
+fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, Failure> {
     if from_stdin {
         let mut line = String::new();
         let read = io::stdin().lock().take(LONGEST_PASSWORD).read_line(&mut line);
-        read.map_err(|error| Failure::usage(format!("no password can be read: {error}")))?;
+        read.map_err(|error| Failure::usage(format!("nothing can be read from standard input: {error}")))?;
         return Ok(line.trim_end_matches(['\n', '\r']).to_owned().into());
     }
     if !io::stdin().is_terminal() {
-        return Err(Failure::usage("there is no terminal to ask for the password")
-            .next("Give it on standard input, with --password-stdin."));
+        return Err(Failure::usage("there is no terminal to ask for the secret in")
+            .next(format!("Give it on standard input, with {option}.")));
     }
-    let asked = rpassword::prompt_password("Password: ");
-    asked.map(SecretString::from).map_err(|error| Failure::usage(format!("no password can be read: {error}")))
+    let asked = rpassword::prompt_password(prompt);
+    asked.map(SecretString::from).map_err(|error| Failure::usage(format!("nothing can be read: {error}")))
 }
 
 pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
@@ -215,7 +279,7 @@ fn described(login: &Login, profile: &str) -> Value {
     who["issuer"] = json!(login.issuer);
     who["profile"] = json!(profile);
     who["token_expires_at"] = json!(login.expires_at);
-    who["renewable"] = json!(login.refresh_token.is_some());
+    who["renewable"] = json!(login.is_renewable());
     who
 }
 
@@ -267,7 +331,7 @@ impl Session {
         };
         let (token, expires_at, renewable) = {
             let login = login.lock().await;
-            (login.access_token.clone(), login.expires_at, login.refresh_token.is_some())
+            (login.access_token.clone(), login.expires_at, login.is_renewable())
         };
         let left = expires_at.map(|at| at - Utc::now());
         match left {
@@ -302,8 +366,12 @@ impl Session {
         if is_new {
             return Ok(true);
         }
-        let Some(refresh_token) = &mine.refresh_token else { return Ok(false) };
-        let Granted { access_token, refresh_token, expires_at } = Provider::of(&mine)?.renew(refresh_token).await?;
+        let granted = match &mine.refresh_token {
+            _ if mine.service_account => Provider::of(&mine)?.by_client_credentials().await?,
+            Some(refresh_token) => Provider::of(&mine)?.renew(refresh_token).await?,
+            None => return Ok(false),
+        };
+        let Granted { access_token, refresh_token, expires_at } = granted;
         mine.expires_at = expires_at.or_else(|| end_of(&access_token));
         mine.access_token = access_token;
         mine.refresh_token = refresh_token.or_else(|| mine.refresh_token.clone());

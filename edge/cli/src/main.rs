@@ -5,41 +5,57 @@
 //! | command | asks |
 //! | --- | --- |
 //! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and keeps the tokens under `$XDG_CONFIG_HOME/gpuctl` |
-//! | `skus list` | `GET /api/v1/skus` |
-//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `terminals` · `events [--follow]` | `/api/v1/allocations…`, and its stream of events until it is there |
+//! | `skus list` · `show` · `create` · `update` · `activate` · `deprecate` · `deactivate` | `GET /api/v1/skus`, `/api/v1/admin/skus…` |
+//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
+//! | `terminal sessions list` · `show` · `end` · `kill` | `GET …/terminal-sessions`, and the WebSocket to end one; `/api/v1/admin/terminal-sessions…` |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
 //! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
 //! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
-//! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
+//! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` · `open-account` · `adjust` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
 //! | `billing top-up [--wait]` · `payments` · `payment` · `refund` | `POST /api/v1/billing/checkout-sessions`, and the page that it names; `/api/v1/billing/payments…`, `POST /api/v1/billing/refunds` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
-//! | `nodes list` · `show` · `tasks` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
+//! | `nodes list` · `show` · `create` · `update` · `token` · `script` · `reissue` · `tasks` · `run` · `resume` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
+//! | `service-accounts list` · `create` · `show` · `delete` · `add-key` · `revoke-key` | `/api/v1/service-accounts…` |
+//! | `processor-events list` · `show` · `retry` · `dismiss` | `/api/v1/admin/billing/processor-events…` |
+//! | `roles list` · `bind` · `revoke` | `/api/v1/admin/platform-roles/bindings` |
+//! | `keys list` · `stage` · `activate` · `retire` · `rewrap` | `/api/v1/admin/keys…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
 //! | `audit list` | `GET /api/v1/admin/audit-log` |
-//! | `tree` | `GET /api/v1/admin/runtime/tree` |
-//! | `completions SHELL` | nobody |
+//! | `overview` · `tree` · `cluster` · `entity` · `restart` | `GET /api/v1/admin/overview`, `/api/v1/admin/runtime…` |
+//! | `completions SHELL` | nothing; the TAB key asks what fits there |
 //!
 //! Exit codes are those of [`failure::Ended`]; `ssh` and `terminal` end with what the program there ended with.
 //!
-//! A further noun is its file here, one variant of [`Command`] and one arm of [`run`].
+//! A further noun is its file here, one variant of [`Command`], one arm of [`run`] and its routes in [`routes::COMMANDS`].
 
 mod allocations;
 mod api;
 mod audit;
 mod billing;
+mod complete;
+mod confirm;
 mod duration;
 mod events;
 mod failure;
 mod file;
+mod keys;
 mod login;
+mod money;
 mod nodes;
 mod notifications;
 mod out;
+mod overview;
 mod payments;
 mod policy;
+mod processor_events;
 mod progress;
 mod recordings;
+mod reference;
+mod roles;
+mod routes;
+mod runtime;
+mod service_accounts;
 mod skus;
 mod socket;
 mod ssh;
@@ -51,7 +67,8 @@ mod web;
 
 use api::Api;
 use clap::{CommandFactory as _, Parser, Subcommand};
-use clap_complete::Shell;
+use clap_complete::env::Shells;
+use clap_complete::{CompleteEnv, Shell};
 use failure::{Ended, Failure};
 use login::store::{Login, Store};
 use login::{LoginArgs, Session};
@@ -81,17 +98,17 @@ Everything of the service is its public API; its description is at /api/v1/docs 
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Everywhere")]
 struct Common {
-    /// The service's address; after a login it is known.
-    #[arg(long, global = true, env = "SVC_BASE_URL", value_name = "URL")]
+    /// The service's address; after a login it is known. [env: SVC_BASE_URL]
+    #[arg(long, global = true, value_name = "URL")]
     server: Option<String>,
-    /// The authorities of the service's certificate, PEM, where they are not the system's.
-    #[arg(long, global = true, env = "SVC_CA_BUNDLE_PATH", value_name = "FILE")]
+    /// The authorities of the service's certificate, PEM, where they are not the system's. [env: SVC_CA_BUNDLE_PATH]
+    #[arg(long, global = true, value_name = "FILE")]
     ca_bundle: Option<PathBuf>,
-    /// Which of your logins; each has a file of its own.
-    #[arg(long, global = true, env = "SVC_PROFILE", value_name = "NAME", default_value = "default")]
-    profile: String,
-    /// An access token to be used as it is, in place of a login.
-    #[arg(long, global = true, env = "SVC_ACCESS_TOKEN", value_name = "TOKEN", hide = true, hide_env_values = true)]
+    /// Which of your logins, each in a file of its own; `default` where it is left out. [env: SVC_PROFILE]
+    #[arg(long, global = true, value_name = "NAME")]
+    profile: Option<String>,
+    /// An access token to be used as it is, in place of a login. [env: SVC_ACCESS_TOKEN]
+    #[arg(long, global = true, value_name = "TOKEN", hide = true)]
     access_token: Option<SecretString>,
     /// How results are printed.
     #[arg(long, short, global = true, value_enum, value_name = "FORMAT", default_value_t)]
@@ -120,7 +137,7 @@ enum Command {
     Allocations(allocations::Command),
     /// Opens an SSH session on an allocation, or runs a command there.
     Ssh(ssh::SshArgs),
-    /// Opens a terminal on an allocation.
+    /// Opens a terminal on an allocation, or shows and ends those there are.
     Terminal(terminal::TerminalArgs),
     /// What happens to what is yours, as it happens.
     #[command(subcommand, alias = "notification")]
@@ -134,6 +151,12 @@ enum Command {
     /// The SSH keys that open what you rent.
     #[command(subcommand, alias = "ssh-key")]
     SshKeys(ssh_keys::Command),
+    /// Accounts for programs that act for you.
+    #[command(subcommand, alias = "service-account")]
+    ServiceAccounts(service_accounts::Command),
+    /// Billing operators: what the payment processor sent.
+    #[command(subcommand, alias = "processor-event")]
+    ProcessorEvents(processor_events::Command),
     /// Administrators: the machines.
     #[command(subcommand, alias = "node")]
     Nodes(nodes::Command),
@@ -143,9 +166,23 @@ enum Command {
     /// Administrators and auditors: who did what to whom.
     #[command(subcommand)]
     Audit(audit::Command),
+    /// Administrators: who has which platform role.
+    #[command(subcommand, alias = "role")]
+    Roles(roles::Command),
+    /// Administrators: the service's own keys, and their rotation.
+    #[command(subcommand, alias = "key")]
+    Keys(keys::Command),
+    /// Administrators: the service on one screen.
+    Overview,
     /// Administrators: what runs in the cluster, and why anything waits.
     Tree(tree::TreeArgs),
-    /// Prints what makes a shell complete this program's commands.
+    /// Administrators: the members of the cluster.
+    Cluster,
+    /// Administrators: one entity, and how it came to its state.
+    Entity(runtime::EntityArgs),
+    /// Administrators: starts an entity or a worker anew.
+    Restart(runtime::RestartArgs),
+    /// Prints what makes a shell complete commands, ids, names and policy keys.
     Completions { shell: Shell },
 }
 
@@ -154,11 +191,14 @@ fn idempotency_key(text: &str) -> Result<String, String> {
     good.then(|| text.to_owned()).ok_or_else(|| "a key is 1 to 255 printable ASCII characters".to_owned())
 }
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
+fn main() -> ExitCode {
+    // A shell that completes a command line is answered here, and that is all.
+    CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
     let arguments = Arguments::parse();
     let format = arguments.common.output;
-    match run(arguments).await {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| Failure::new(Ended::Failed, format!("this machine gives no room: {error}")));
+    match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
             match format {
@@ -173,8 +213,12 @@ async fn main() -> ExitCode {
 async fn run(arguments: Arguments) -> Result<u8, Failure> {
     let mut connection = Connection::of(arguments.common)?;
     // A word in the middle of a raw terminal would be taken for the shell's.
-    connection.out.quiet |= matches!(arguments.command, Command::Terminal(_));
-    match arguments.command {
+    connection.out.quiet |= matches!(&arguments.command, Command::Terminal(args) if args.is_interactive());
+    execute(arguments.command, connection).await
+}
+
+async fn execute(command: Command, connection: Connection) -> Result<u8, Failure> {
+    match command {
         Command::Login(args) => login::login(args, &connection).await?,
         Command::Logout => login::logout(&connection).await?,
         Command::Whoami => login::whoami(&connection).await?,
@@ -186,19 +230,43 @@ async fn run(arguments: Arguments) -> Result<u8, Failure> {
         Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,
         Command::Billing(command) => billing::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
+        Command::ServiceAccounts(command) => service_accounts::run(command, &connection.api()?).await?,
+        Command::ProcessorEvents(command) => processor_events::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,
         Command::Audit(command) => audit::run(command, &connection.api()?).await?,
+        Command::Roles(command) => roles::run(command, &connection.api()?).await?,
+        Command::Keys(command) => keys::run(command, &connection.api()?).await?,
+        Command::Overview => overview::run(&connection.api()?).await?,
         Command::Tree(args) => tree::run(args, &connection.api()?).await?,
+        Command::Cluster => runtime::cluster(&connection.api()?).await?,
+        Command::Entity(args) => runtime::entity(args, &connection.api()?).await?,
+        Command::Restart(args) => runtime::restart(args, &connection.api()?).await?,
         Command::Completions { shell } => completions(shell, connection.out)?,
     }
     Ok(0)
 }
 
+/// The variable by which a shell's script asks this program for completions.
+const COMPLETE: &str = "GPUCTL_COMPLETE";
+
 fn completions(shell: Shell, out: Out) -> Result<(), Failure> {
+    out.line(completion_script(shell)?.trim_end())
+}
+
+fn completion_script(shell: Shell) -> Result<String, Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Arguments::command(), "gpuctl", &mut script);
-    out.line(String::from_utf8_lossy(&script).trim_end())
+    let shells = Shells::builtins();
+    let completer = shells.completer(&shell.to_string());
+    let completer = completer.ok_or_else(|| Failure::usage(format!("there are no completions for {shell}")))?;
+    let written = completer.write_registration(COMPLETE, "gpuctl", "gpuctl", "gpuctl", &mut script);
+    written.map_err(|error| Failure::new(Ended::Failed, error.to_string()))?;
+    Ok(String::from_utf8_lossy(&script).into_owned())
+}
+
+/// A setting of the environment. Empty is not set. The parser does not read these: what it reads stands in every usage line.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// Which service, as whom.
@@ -213,14 +281,13 @@ pub(crate) struct Connection {
 
 impl Connection {
     fn of(common: Common) -> Result<Self, Failure> {
-        // A variable that is set to nothing says nothing.
-        let said = |text: Option<String>| text.filter(|text| !text.is_empty());
+        let profile = common.profile.or_else(|| variable("SVC_PROFILE")).unwrap_or_else(|| "default".to_owned());
         Ok(Self {
-            server: said(common.server),
-            ca_bundle: common.ca_bundle.filter(|path| !path.as_os_str().is_empty()),
-            token: common.access_token,
+            server: common.server.or_else(|| variable("SVC_BASE_URL")),
+            ca_bundle: common.ca_bundle.or_else(|| variable("SVC_CA_BUNDLE_PATH").map(PathBuf::from)),
+            token: common.access_token.or_else(|| variable("SVC_ACCESS_TOKEN").map(SecretString::from)),
             key: common.idempotency_key,
-            store: Store::of_user(&common.profile)?,
+            store: Store::of_user(&profile)?,
             out: Out { format: common.output, quiet: common.quiet },
         })
     }

@@ -1,9 +1,15 @@
-//! Administrators: the machines, and what is done to them.
+//! Administrators: the machines, and what is done to them. How one becomes a node is in `onboarding.rs`.
+
+mod onboarding;
 
 use crate::api::{Api, Query};
+use crate::complete;
+use crate::confirm::Confirm;
 use crate::failure::Failure;
 use crate::out::Column;
-use serde_json::json;
+use crate::reference::{Kind, NODE, Ref};
+use clap::ValueEnum;
+use serde_json::{Value, json};
 use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
@@ -15,16 +21,51 @@ pub(crate) enum Command {
         #[arg(long)]
         state: Option<String>,
         /// Those of this SKU.
-        #[arg(long)]
+        #[arg(long, add = complete::sku_names())]
         sku: Option<String>,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
     /// One machine.
-    Show { node: Uuid },
-    /// What it is told to do, and what it did.
-    Tasks { node: Uuid },
+    Show {
+        #[arg(add = complete::of(&NODE))]
+        node: Ref,
+    },
+    /// Makes a machine known; its agent is installed with `script` or `token`.
+    Create(onboarding::Create),
+    /// Changes its address or the operator's login on it.
+    Update(Update),
+    /// Issues an enrollment token in a bootstrap bundle. Earlier tokens of the node end.
+    Token(onboarding::Token),
+    /// Writes the script that installs the agent; it holds a token.
+    Script(onboarding::Script),
+    /// Issues a token for a node that has lost its certificate.
+    Reissue(onboarding::Reissue),
+    /// Its tasks: open ones, and what became of others.
+    Tasks {
+        #[arg(add = complete::of(&NODE))]
+        node: Ref,
+    },
+    /// Orders a task.
+    Run {
+        #[arg(add = complete::of(&NODE))]
+        node: Ref,
+        task: TaskType,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
+    /// Goes on with a task that was withheld.
+    Resume {
+        #[arg(add = complete::of(&NODE))]
+        node: Ref,
+        /// The task's id, or its beginning.
+        task: Ref,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
     /// Takes it out of use.
     Retire {
         #[command(flatten)]
@@ -36,20 +77,84 @@ pub(crate) enum Command {
     /// Takes a retired one into use again.
     Reactivate(Order),
     /// Removes a retired one for good.
-    Remove(Order),
-    /// Lets nothing new onto it until somebody has looked.
+    Remove {
+        #[command(flatten)]
+        order: Order,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
+    /// Places nothing new on it until an operator has looked.
     Quarantine(Order),
-    /// Somebody has looked.
+    /// Ends a quarantine.
     ReleaseQuarantine(Order),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Order {
-    node: Uuid,
+    #[arg(add = complete::of(&NODE))]
+    node: Ref,
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(crate) struct Update {
+    #[arg(add = complete::of(&NODE))]
+    node: Ref,
+    /// Its new address: a name or an IP address.
+    #[arg(long, required_unless_present_any = ["port", "ssh_user"])]
+    host: Option<String>,
+    /// The port of its SSH server.
+    #[arg(long)]
+    port: Option<u16>,
+    /// The operator's login on it.
+    #[arg(long, value_name = "NAME")]
+    ssh_user: Option<String>,
+}
+
+/// The tasks that an operator may order.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum TaskType {
+    /// Checks that the node is what it says.
+    #[value(name = "node.validate")]
+    Validate,
+    /// Collects what is needed to find a fault.
+    #[value(name = "diagnostics.collect")]
+    Diagnose,
+    /// Reboots the machine.
+    #[value(name = "node.reboot")]
+    Reboot,
+}
+
+impl TaskType {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Validate => "node.validate",
+            Self::Diagnose => "diagnostics.collect",
+            Self::Reboot => "node.reboot",
+        }
+    }
+}
+
+/// An open task of one node.
+const TASK: Kind = Kind {
+    noun: "open task",
+    listed_by: "gpuctl nodes tasks",
+    path: NODE.path,
+    names: &[],
+    shown: &["/type", "/state"],
+};
+
+const ORDERED: [Column; 6] = [
+    ("task", "/task_id"),
+    ("type", "/type"),
+    ("state", "/state"),
+    ("attempt", "/attempt"),
+    ("ordered", "/ordered_at"),
+    ("due", "/deadline_at"),
+];
 
 const IN_A_LIST: [Column; 8] = [
     ("ID", "/id"),
@@ -103,7 +208,11 @@ const ENDED: [Column; 6] = [
 ];
 
 fn path(node: Uuid) -> String {
-    format!("/api/v1/admin/nodes/{node}")
+    format!("{}/{node}", NODE.path)
+}
+
+async fn node_id(node: &Ref, api: &Api) -> Result<Uuid, Failure> {
+    node.id(&NODE, api).await
 }
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
@@ -112,16 +221,32 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let mut query: Query<'_> = Vec::new();
             query.extend(state.map(|state| ("state", state)));
             query.extend(sku.map(|sku| ("sku", sku)));
-            api.out.list(&api.list("/api/v1/admin/nodes", &query, limit.into()).await?, &IN_A_LIST)
+            api.out.list(&api.list(NODE.path, &query, limit.into()).await?, &IN_A_LIST)
         }
-        Command::Show { node } => api.out.show(&api.get(&path(node), &[]).await?, &ALONE),
-        Command::Tasks { node } => tasks(node, api).await,
+        Command::Show { node } => api.out.show(&api.get(&path(node_id(&node, api).await?), &[]).await?, &ALONE),
+        Command::Create(wanted) => onboarding::create(wanted, api).await,
+        Command::Update(change) => update(change, api).await,
+        Command::Token(wanted) => onboarding::token(wanted, api).await,
+        Command::Script(wanted) => onboarding::script(wanted, api).await,
+        Command::Reissue(wanted) => onboarding::reissue(wanted, api).await,
+        Command::Tasks { node } => tasks(&node, api).await,
+        Command::Run { node, task, reason } => {
+            let body = json!({ "type": task.name(), "reason": reason });
+            let path = format!("{}/tasks", path(node_id(&node, api).await?));
+            api.out.show(&api.post(&path, &body).await?, &ORDERED)
+        }
+        Command::Resume { node, task, reason } => resume(&node, &task, &reason, api).await,
         Command::Retire { order, drain } => {
             let body = json!({ "reason": order.reason, "drain": drain });
-            api.out.show(&api.post(&format!("{}/retire", path(order.node)), &body).await?, &ALONE)
+            let path = format!("{}/retire", path(node_id(&order.node, api).await?));
+            api.out.show(&api.post(&path, &body).await?, &ALONE)
         }
         Command::Reactivate(order) => ordered(&order, "reactivate", api).await,
-        Command::Remove(order) => ordered(&order, "remove", api).await,
+        Command::Remove { order, confirm } => {
+            let id = node_id(&order.node, api).await?;
+            confirm.ask(&format!("Remove node {} ({id}) for good?", order.node))?;
+            ordered(&order, "remove", api).await
+        }
         Command::Quarantine(order) => ordered(&order, "quarantine", api).await,
         Command::ReleaseQuarantine(order) => ordered(&order, "release-quarantine", api).await,
     }
@@ -129,11 +254,22 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
 
 async fn ordered(order: &Order, verb: &str, api: &Api) -> Result<(), Failure> {
     let body = json!({ "reason": order.reason });
-    api.out.show(&api.post(&format!("{}/{verb}", path(order.node)), &body).await?, &ALONE)
+    let path = format!("{}/{verb}", path(node_id(&order.node, api).await?));
+    api.out.show(&api.post(&path, &body).await?, &ALONE)
 }
 
-async fn tasks(node: Uuid, api: &Api) -> Result<(), Failure> {
-    let found = api.get(&format!("{}/tasks", path(node)), &[]).await?;
+async fn update(change: Update, api: &Api) -> Result<(), Failure> {
+    let given = [
+        ("host", change.host.map(Value::from)),
+        ("port", change.port.map(Value::from)),
+        ("ssh_username", change.ssh_user.map(Value::from)),
+    ];
+    let body: Value = given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
+    api.out.show(&api.patch(&path(node_id(&change.node, api).await?), &body).await?, &ALONE)
+}
+
+async fn tasks(node: &Ref, api: &Api) -> Result<(), Failure> {
+    let found = api.get(&format!("{}/tasks", path(node_id(node, api).await?)), &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }
@@ -142,4 +278,20 @@ async fn tasks(node: Uuid, api: &Api) -> Result<(), Failure> {
         api.out.list(&json!({ "items": found[name], "next_page": null }), columns)?;
     }
     Ok(())
+}
+
+async fn resume(node: &Ref, task: &Ref, reason: &str, api: &Api) -> Result<(), Failure> {
+    let tasks = format!("{}/tasks", path(node_id(node, api).await?));
+    let id = match task.to_string().parse() {
+        Ok(id) => id,
+        Err(_) => {
+            let found = api.get(&tasks, &[]).await?;
+            let open = found["open"].as_array().into_iter().flatten();
+            let open: Vec<Value> = open
+                .map(|task| json!({ "id": task["task_id"], "type": task["type"], "state": task["state"] }))
+                .collect();
+            task.among(&TASK, &open)?
+        }
+    };
+    api.out.show(&api.post(&format!("{tasks}/{id}/resume"), &json!({ "reason": reason })).await?, &ORDERED)
 }

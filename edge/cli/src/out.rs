@@ -1,6 +1,7 @@
 //! Standard output: tables for people, JSON for scripts. Whatever else there is to say goes to standard error.
 
 use crate::failure::{Ended, Failure};
+use crate::money::with_amounts;
 use crate::text::cell;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
@@ -100,21 +101,23 @@ pub(crate) fn say_raw(text: &str) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
-/// Rows under titles.
+/// Rows under titles, with amounts in their currency.
 pub(crate) fn tabled(items: &[Value], columns: &[Column]) -> String {
     let mut table = plain_table();
     table.set_header(columns.iter().map(|(title, _)| *title));
     for item in items {
-        table.add_row(columns.iter().map(|(_, path)| at(item, path)));
+        let item = with_amounts(item);
+        table.add_row(columns.iter().map(|(_, path)| at(&item, path)));
     }
     printed(table)
 }
 
-/// A title and a value a line; what there is nothing of is left out.
+/// A title and a value a line, with amounts in their currency; what there is nothing of is left out.
 pub(crate) fn described(it: &Value, lines: &[Column]) -> String {
+    let it = with_amounts(it);
     let mut table = plain_table();
     for (title, path) in lines.iter().filter(|(_, path)| it.pointer(path).is_some_and(|value| !value.is_null())) {
-        table.add_row([(*title).to_owned(), at(it, path)]);
+        table.add_row([(*title).to_owned(), at(&it, path)]);
     }
     printed(table)
 }

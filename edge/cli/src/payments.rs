@@ -1,10 +1,15 @@
 //! Money that is brought in, and given back: what `gpuctl billing` asks of the payment processor through the service.
 
 use crate::api::{Api, Query};
+use crate::billing::OWN_BALANCE;
+use crate::billing::accounts::currency_of;
+use crate::complete;
 use crate::duration;
 use crate::failure::{Ended, Failure};
+use crate::money::Amount;
 use crate::out::{Column, say_always};
 use crate::progress::Progress;
+use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
 use serde_json::{Value, json};
 use std::time::Duration;
 use uuid::Uuid;
@@ -14,9 +19,9 @@ const LOOKS_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TopUp {
-    /// How much, in minor units (cents).
-    #[arg(long, value_name = "MINOR", value_parser = clap::value_parser!(i64).range(1..))]
-    amount: i64,
+    /// How much: 20.00, in your account's currency, or "20.00 USD".
+    #[arg(long)]
+    amount: Amount,
     /// The account's own currency where it is left out.
     #[arg(long, value_name = "CODE")]
     currency: Option<String>,
@@ -40,8 +45,8 @@ pub(crate) struct TopUp {
 #[derive(Debug, clap::Args)]
 pub(crate) struct Payments {
     /// Administrators: those into this account.
-    #[arg(long, value_name = "ID")]
-    account: Option<Uuid>,
+    #[arg(long, value_name = "ID|USER", add = complete::of(&ACCOUNT))]
+    account: Option<Ref>,
     /// Those in this state: created, open, paid, deposited, refused, canceled, expired.
     #[arg(long)]
     state: Option<String>,
@@ -53,14 +58,14 @@ pub(crate) struct Payments {
 #[derive(Debug, clap::Args)]
 pub(crate) struct Refund {
     /// A payment that you made.
-    #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation")]
-    payment: Option<Uuid>,
+    #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation", add = complete::of(&PAYMENT_KIND))]
+    payment: Option<Ref>,
     /// Billing operators: an allocation, of whose cost is given back.
-    #[arg(long, value_name = "ID")]
-    allocation: Option<Uuid>,
-    /// How much, in minor units (cents); all there is where it is left out.
-    #[arg(long, value_name = "MINOR", value_parser = clap::value_parser!(i64).range(1..))]
-    amount: Option<i64>,
+    #[arg(long, value_name = "ID", add = complete::of(&ALLOCATION))]
+    allocation: Option<Ref>,
+    /// How much: 5.00, or "5.00 USD"; all there is where it is left out.
+    #[arg(long)]
+    amount: Option<Amount>,
     /// Why.
     #[arg(long, value_name = "TEXT")]
     reason: String,
@@ -68,24 +73,22 @@ pub(crate) struct Refund {
 
 const CHECKOUT: [Column; 3] = [("payment", "/id"), ("pay at", "/url"), ("until", "/expires_at")];
 
-const PAYMENTS: [Column; 8] = [
+const PAYMENTS: [Column; 7] = [
     ("ID", "/id"),
     ("STATE", "/state"),
-    ("AMOUNT", "/amount_minor"),
-    ("CURRENCY", "/currency"),
-    ("LEFT", "/left_minor"),
+    ("AMOUNT", "/amount"),
+    ("LEFT", "/left"),
     ("BY", "/payer"),
     ("BEGUN", "/created_at"),
     ("WHY", "/reason"),
 ];
 
-const PAYMENT: [Column; 12] = [
+const PAYMENT: [Column; 11] = [
     ("payment", "/id"),
     ("state", "/state"),
     ("why", "/reason"),
-    ("amount, minor", "/amount_minor"),
-    ("currency", "/currency"),
-    ("left of it, minor", "/left_minor"),
+    ("amount", "/amount"),
+    ("left of it", "/left"),
     ("account", "/account_id"),
     ("paid by", "/payer"),
     ("begun", "/created_at"),
@@ -97,7 +100,7 @@ const PAYMENT: [Column; 12] = [
 const REFUNDS: [Column; 6] = [
     ("REFUND", "/id"),
     ("STATE", "/state"),
-    ("AMOUNT", "/amount_minor"),
+    ("AMOUNT", "/amount"),
     ("REQUESTED", "/requested_at"),
     ("REASON", "/reason"),
     ("REFUSED BECAUSE", "/refused_because"),
@@ -106,16 +109,15 @@ const REFUNDS: [Column; 6] = [
 const REVERSALS: [Column; 5] = [
     ("AT THE PROCESSOR", "/id"),
     ("KIND", "/kind"),
-    ("AMOUNT", "/amount_minor"),
+    ("AMOUNT", "/amount"),
     ("UNDONE", "/is_undone"),
     ("HEARD", "/heard_at"),
 ];
 
-const REFUND: [Column; 8] = [
+const REFUND: [Column; 7] = [
     ("refund", "/id"),
     ("state", "/state"),
-    ("amount, minor", "/amount_minor"),
-    ("currency", "/currency"),
+    ("amount", "/amount"),
     ("payment", "/payment_id"),
     ("allocation", "/allocation_id"),
     ("reason", "/reason"),
@@ -128,12 +130,17 @@ fn path(payment: Uuid) -> String {
 
 pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
     let returned = || api.at("/billing/returned");
+    let amount = &wanted.amount;
+    let currency = match amount.currency().or(wanted.currency.as_deref()) {
+        Some(currency) => currency.to_owned(),
+        None => currency_of(&api.get(OWN_BALANCE, &[]).await?)?,
+    };
     let mut body = json!({
-        "amount_minor": wanted.amount,
+        "amount_minor": amount.minor(&currency).map_err(Failure::usage)?,
         "success_url": wanted.success_url.unwrap_or_else(returned),
         "cancel_url": wanted.cancel_url.unwrap_or_else(returned),
     });
-    if let Some(currency) = wanted.currency {
+    if wanted.currency.is_some() || amount.currency().is_some() {
         body["currency"] = currency.into();
     }
     let begun = api.post("/api/v1/billing/checkout-sessions", &body).await?;
@@ -152,17 +159,22 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
 
 pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {
     let query: Query<'_> = which.state.map(|state| ("state", state)).into_iter().collect();
-    let path = match which.account {
-        Some(id) => format!("/api/v1/admin/billing/accounts/{id}/payments"),
-        None => "/api/v1/billing/payments".to_owned(),
+    let path = match &which.account {
+        Some(account) => format!("{}/{}/payments", ACCOUNT.path, account.id(&ACCOUNT, api).await?),
+        None => PAYMENT_KIND.path.to_owned(),
     };
     api.out.list(&api.list(&path, &query, which.limit.into()).await?, &PAYMENTS)
 }
 
-pub(crate) async fn show(payment: Uuid, api: &Api) -> Result<(), Failure> {
-    let found = api.get(&path(payment), &[]).await?;
+pub(crate) async fn show(payment: &Ref, api: &Api) -> Result<(), Failure> {
+    let mut found = api.get(&path(payment.id(&PAYMENT_KIND, api).await?), &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
+    }
+    // What was taken back is in the payment's currency.
+    let currency = found["currency"].clone();
+    for reversal in found["reversals"].as_array_mut().into_iter().flatten() {
+        reversal["currency"] = currency.clone();
     }
     api.out.show(&found, &PAYMENT)?;
     api.out.rows_below(&found["refunds"], &REFUNDS)?;
@@ -171,10 +183,22 @@ pub(crate) async fn show(payment: Uuid, api: &Api) -> Result<(), Failure> {
 
 pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
     let mut body = json!({ "reason": wanted.reason });
+    let payment = match &wanted.payment {
+        Some(payment) => Some(payment.id(&PAYMENT_KIND, api).await?),
+        None => None,
+    };
+    let allocation = match &wanted.allocation {
+        Some(allocation) => Some(reference::allocation(allocation, api).await?),
+        None => None,
+    };
+    let amount = match &wanted.amount {
+        Some(amount) => Some(refunded(amount, payment, allocation, api).await?),
+        None => None,
+    };
     let given = [
-        ("payment_id", wanted.payment.map(|id| Value::from(id.to_string()))),
-        ("allocation_id", wanted.allocation.map(|id| Value::from(id.to_string()))),
-        ("amount_minor", wanted.amount.map(Value::from)),
+        ("payment_id", payment.map(|id| Value::from(id.to_string()))),
+        ("allocation_id", allocation.map(|id| Value::from(id.to_string()))),
+        ("amount_minor", amount.map(Value::from)),
     ];
     for (name, value) in given {
         if let Some(value) = value {
@@ -182,6 +206,16 @@ pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
         }
     }
     api.out.show(&api.post("/api/v1/billing/refunds", &body).await?, &REFUND)
+}
+
+/// What goes back, in minor units of what was paid with. A refund names no currency in the API: the amount's own has to be the same.
+async fn refunded(amount: &Amount, payment: Option<Uuid>, allocation: Option<Uuid>, api: &Api) -> Result<i64, Failure> {
+    let currency = match (payment, allocation) {
+        (Some(payment), _) => currency_of(&api.get(&path(payment), &[]).await?)?,
+        (None, Some(allocation)) => currency_of(&api.get(&crate::allocations::path(allocation), &[]).await?["price"])?,
+        (None, None) => return Err(Failure::usage("neither a payment nor an allocation was named")),
+    };
+    amount.minor(&currency).map_err(Failure::usage)
 }
 
 /// Waits until the money is in the account, or will not come.

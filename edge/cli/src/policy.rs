@@ -1,6 +1,7 @@
 //! Administrators: limits, lifetimes and switches, read at run time.
 
 use crate::api::{Api, Query};
+use crate::complete;
 use crate::failure::Failure;
 use crate::out::Column;
 use chrono::{DateTime, Utc};
@@ -14,7 +15,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "ls")]
     List {
         /// This key alone.
-        #[arg(long)]
+        #[arg(long, add = complete::policy_keys())]
         key: Option<String>,
         #[command(flatten)]
         scope: Scope,
@@ -24,6 +25,7 @@ pub(crate) enum Command {
     },
     /// Sets a value: for everybody, or for whom it is said.
     Set {
+        #[arg(add = complete::policy_keys())]
         key: String,
         /// A number, true, false, or a word.
         value: String,
@@ -41,6 +43,7 @@ pub(crate) enum Command {
     },
     /// Takes a value back: the less specific one holds again.
     Unset {
+        #[arg(add = complete::policy_keys())]
         key: String,
         #[command(flatten)]
         scope: Scope,
@@ -50,6 +53,7 @@ pub(crate) enum Command {
     },
     /// What holds for somebody, and what it comes from.
     Resolve {
+        #[arg(add = complete::policy_keys())]
         key: String,
         #[command(flatten)]
         scope: Scope,

@@ -6,9 +6,11 @@ pub(crate) mod tame;
 
 use crate::allocations;
 use crate::api::{Api, Query};
+use crate::complete;
 use crate::failure::Failure;
 use crate::file;
 use crate::out::Column;
+use crate::reference::{self, ALLOCATION, RECORDING, Ref};
 use play::PlayArgs;
 use std::path::PathBuf;
 use uuid::Uuid;
@@ -22,8 +24,8 @@ pub(crate) enum Command {
     /// The recordings of an allocation's terminals.
     #[command(visible_alias = "ls")]
     List {
-        #[arg(required_unless_present = "all")]
-        allocation: Option<Uuid>,
+        #[arg(required_unless_present = "all", add = complete::of(&ALLOCATION))]
+        allocation: Option<Ref>,
         /// Administrators: everybody's.
         #[arg(long, conflicts_with = "allocation")]
         all: bool,
@@ -35,10 +37,14 @@ pub(crate) enum Command {
         limit: u16,
     },
     /// What there is of one; its id is the session's.
-    Show { recording: Uuid },
+    Show {
+        #[arg(add = complete::of(&RECORDING))]
+        recording: Ref,
+    },
     /// Keeps one in a file that asciinema and its players read (asciicast v2).
     Download {
-        recording: Uuid,
+        #[arg(add = complete::of(&RECORDING))]
+        recording: Ref,
         /// The file, which must not be there; `-` is standard output. RECORDING.cast where it is left out.
         #[arg(long, value_name = "FILE")]
         to: Option<PathBuf>,
@@ -74,14 +80,18 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
         Command::List { allocation, user, limit, .. } => {
             let path = match allocation {
-                Some(allocation) => format!("{}/recordings", allocations::path(allocation)),
-                None => "/api/v1/admin/recordings".to_owned(),
+                Some(allocation) => {
+                    format!("{}/recordings", allocations::path(reference::allocation(&allocation, api).await?))
+                }
+                None => RECORDING.path.to_owned(),
             };
             let query: Query<'_> = user.into_iter().map(|user| ("user_id", user)).collect();
             api.out.list(&api.list(&path, &query, limit.into()).await?, &IN_A_LIST)
         }
-        Command::Show { recording } => api.out.show(&api.get(&path(recording), &[]).await?, &ALONE),
-        Command::Download { recording, to } => download(api, recording, to).await,
+        Command::Show { recording } => {
+            api.out.show(&api.get(&path(recording.id(&RECORDING, api).await?), &[]).await?, &ALONE)
+        }
+        Command::Download { recording, to } => download(api, recording.id(&RECORDING, api).await?, to).await,
         Command::Play(args) => play::run(args, api).await,
     }
 }

@@ -1,21 +1,47 @@
-//! What can be rented.
+//! What can be rented; and for administrators, what is offered, and at which price.
 
-use crate::api::Api;
+mod admin;
+
+use crate::api::{Api, Query};
+use crate::complete;
 use crate::failure::Failure;
 use crate::out::Column;
+use crate::reference::{Ref, SKU};
+use admin::{Create, Decision, Update};
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
     /// What is offered, with its price.
     #[command(visible_alias = "ls")]
     List {
+        /// Administrators: also what is not offered.
+        #[arg(long)]
+        all: bool,
+        /// Administrators: those in this status: draft, active, deprecated, inactive.
+        #[arg(long, value_name = "STATUS", requires = "all")]
+        status: Option<String>,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
+    /// Administrators: one SKU, with who has approved what.
+    Show {
+        #[arg(add = complete::of(&SKU))]
+        sku: Ref,
+    },
+    /// Administrators: makes a draft.
+    Create(Create),
+    /// Administrators: changes its price or its regions.
+    Update(Update),
+    /// Approves that it is offered.
+    Activate(Decision),
+    /// Approves that it is offered no longer; what runs stays.
+    Deprecate(Decision),
+    /// Approves that it is withdrawn.
+    Deactivate(Decision),
 }
 
-const OFFERED: [Column; 9] = [
+const OFFERED: [Column; 8] = [
     ("NAME", "/name"),
     ("GPU", "/gpu/model"),
     ("GPUS", "/gpu/count"),
@@ -23,15 +49,33 @@ const OFFERED: [Column; 9] = [
     ("CORES", "/cpu/cores"),
     ("MIB", "/memory_mib"),
     ("REGIONS", "/allowed_regions"),
-    ("MINOR PER GPU HOUR", "/price/amount_minor_per_gpu_hour"),
-    ("CURRENCY", "/price/currency"),
+    ("PER GPU HOUR", "/price/amount_per_gpu_hour"),
+];
+
+const ALL: [Column; 7] = [
+    ("ID", "/id"),
+    ("NAME", "/name"),
+    ("STATUS", "/status"),
+    ("GPU", "/gpu/model"),
+    ("GPUS", "/gpu/count"),
+    ("REGIONS", "/allowed_regions"),
+    ("PER GPU HOUR", "/price/amount_per_gpu_hour"),
 ];
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { limit } => {
-            let page = api.list("/api/v1/skus", &[], limit.into()).await?;
-            api.out.list(&page, &OFFERED)
+        Command::List { all: false, limit, .. } => {
+            api.out.list(&api.list("/api/v1/skus", &[], limit.into()).await?, &OFFERED)
         }
+        Command::List { all: true, status, limit } => {
+            let query: Query<'_> = status.map(|status| ("status", status)).into_iter().collect();
+            api.out.list(&api.list(SKU.path, &query, limit.into()).await?, &ALL)
+        }
+        Command::Show { sku } => admin::show(&sku, api).await,
+        Command::Create(wanted) => admin::create(wanted, api).await,
+        Command::Update(change) => admin::update(change, api).await,
+        Command::Activate(decision) => admin::decide(decision, "activate", api).await,
+        Command::Deprecate(decision) => admin::decide(decision, "deprecate", api).await,
+        Command::Deactivate(decision) => admin::decide(decision, "deactivate", api).await,
     }
 }

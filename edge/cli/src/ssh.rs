@@ -3,8 +3,10 @@
 
 use crate::Connection;
 use crate::allocations;
+use crate::complete;
 use crate::failure::{Ended, Failure};
 use crate::login::store::write_private;
+use crate::reference::{self, ALLOCATION, Ref};
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
 use serde_json::Value;
@@ -14,7 +16,6 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use uuid::Uuid;
 
 /// A node may take a moment to open its door to a new tenant.
 const OPENS_WITHIN: Duration = Duration::from_secs(20);
@@ -24,7 +25,8 @@ const LONGEST: usize = 64 * 1024;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct SshArgs {
-    allocation: Uuid,
+    #[arg(add = complete::of(&ALLOCATION))]
+    allocation: Ref,
     /// The private key to come in with, as `ssh -i` has it.
     #[arg(long, short, value_name = "FILE")]
     identity: Option<PathBuf>,
@@ -52,10 +54,11 @@ struct Door {
 
 pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Failure> {
     let api = connection.api()?;
-    let found = api.get(&allocations::path(args.allocation), &[]).await?;
+    let allocation = reference::allocation(&args.allocation, &api).await?;
+    let found = api.get(&allocations::path(allocation), &[]).await?;
     let door = Door::of(&found)?;
-    let known = connection.store.known_hosts()?.join(args.allocation.to_string());
-    let alias = format!("gpu-{}", args.allocation);
+    let known = connection.store.known_hosts()?.join(allocation.to_string());
+    let alias = format!("gpu-{allocation}");
     let checked = match &door.fingerprint {
         Some(fingerprint) => {
             pin(&door, fingerprint, &alias, &known)?;

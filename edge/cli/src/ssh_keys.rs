@@ -1,14 +1,15 @@
 //! The keys that open what is rented. Public ones: a private key never leaves its owner's machine.
 
 use crate::api::Api;
+use crate::complete;
 use crate::failure::Failure;
 use crate::out::Column;
+use crate::reference::{Ref, SSH_KEY};
 use crate::text::plain;
 use serde_json::json;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use uuid::Uuid;
 
 /// A public key is no longer.
 const LONGEST: u64 = 16 * 1024;
@@ -18,6 +19,8 @@ pub(crate) enum Command {
     /// Your keys.
     #[command(visible_alias = "ls")]
     List {
+        #[command(flatten)]
+        of: Of,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
@@ -35,9 +38,42 @@ pub(crate) enum Command {
     },
     /// Removes a key.
     #[command(visible_alias = "rm")]
-    Delete { key: Uuid },
+    Delete {
+        #[arg(add = complete::of(&SSH_KEY))]
+        key: Ref,
+        #[command(flatten)]
+        of: Of,
+    },
     /// Opens what you rent with this key where nothing else is said.
-    Default { key: Uuid },
+    Default {
+        #[arg(add = complete::of(&SSH_KEY))]
+        key: Ref,
+        #[command(flatten)]
+        of: Of,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Of {
+    /// Administrators: of this user.
+    #[arg(long, value_name = "ID", value_parser = user_id)]
+    user: Option<String>,
+}
+
+impl Of {
+    fn path(&self) -> String {
+        match &self.user {
+            Some(user) => format!("/api/v1/admin/users/{user}/ssh-keys"),
+            None => SSH_KEY.path.to_owned(),
+        }
+    }
+}
+
+/// A user's id, as one part of a path.
+fn user_id(text: &str) -> Result<String, String> {
+    let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | '@' | ':' | '|');
+    let fits = (1..=255).contains(&text.len()) && text.chars().all(good) && !matches!(text, "." | "..");
+    fits.then(|| text.to_owned()).ok_or_else(|| "a user's id has up to 255 letters, digits and -_.@:|".to_owned())
 }
 
 const KEYS: [Column; 6] = [
@@ -51,28 +87,31 @@ const KEYS: [Column; 6] = [
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { limit } => api.out.list(&api.list("/api/v1/ssh-keys", &[], limit.into()).await?, &KEYS),
+        Command::List { of, limit } => api.out.list(&api.list(&of.path(), &[], limit.into()).await?, &KEYS),
         Command::Add { file, name, default } => {
             let key = public_key(&file)?;
             let name = name.or_else(|| comment(&key)).unwrap_or_else(|| name_of(&file));
             let mut added = api.post("/api/v1/ssh-keys", &json!({ "name": name, "public_key": key })).await?;
             if default && let Some(id) = added["id"].as_str() {
-                added = api.post(&format!("/api/v1/ssh-keys/{id}/default"), &json!({})).await?;
+                added = api.post_empty(&format!("/api/v1/ssh-keys/{id}/default")).await?;
             }
             api.out.list(&json!({ "items": [added], "next_page": null }), &KEYS)
         }
-        Command::Delete { key } => {
-            let deleted = api.delete(&format!("/api/v1/ssh-keys/{key}"), &[]).await?;
+        Command::Delete { key, of } => {
+            let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
+            let deleted = api.delete(&format!("{}/{id}", of.path()), &[]).await?;
             api.out.done(&deleted, &format!("Key {key} is deleted."))
         }
-        Command::Default { key } => {
-            let now = api.post(&format!("/api/v1/ssh-keys/{key}/default"), &json!({})).await?;
+        Command::Default { key, of } => {
+            let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
+            let now = api.post_empty(&format!("{}/{id}/default", of.path())).await?;
             api.out.done(&now, &format!("Key {key} opens what you rent from now on."))
         }
     }
 }
 
-fn public_key(file: &Path) -> Result<String, Failure> {
+/// The one public key that is in a file; `-` is standard input.
+pub(crate) fn public_key(file: &Path) -> Result<String, Failure> {
     let wrong = |why: String| Failure::usage(format!("{}: {why}", file.display()));
     let unread = |error: io::Error| wrong(error.to_string());
     let mut text = String::new();

@@ -6,22 +6,29 @@ mod escape;
 pub(crate) mod raw;
 pub(crate) mod screen;
 mod session;
+pub(crate) mod sessions;
 
 use crate::api::Api;
+use crate::complete;
 use crate::duration;
 use crate::failure::{Ended, Failure};
 use crate::out::say_always;
+use crate::reference::{self, ALLOCATION, Ref};
 use session::{Over, Session};
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
 use uuid::Uuid;
 
 #[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct TerminalArgs {
-    allocation: Uuid,
-    /// Go back to a shell that was left; `gpuctl allocations terminals` shows which there are.
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[arg(required = true, add = complete::of(&ALLOCATION))]
+    allocation: Option<Ref>,
+    /// Go back to a shell that was left; `gpuctl terminal sessions list` shows which there are.
     #[arg(long, value_name = "ID")]
-    session: Option<Uuid>,
+    session: Option<Ref>,
     /// How long to look for a way back when the connection is lost (`90s`, `10m`).
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = duration::parse)]
     reconnect_for: Duration,
@@ -30,7 +37,46 @@ pub(crate) struct TerminalArgs {
     no_escape: bool,
 }
 
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// The terminals there are.
+    #[command(subcommand)]
+    Sessions(sessions::Command),
+}
+
+/// A terminal that is opened here.
+struct Terminal {
+    allocation: Uuid,
+    session: Option<Uuid>,
+    reconnect_for: Duration,
+    no_escape: bool,
+}
+
+impl TerminalArgs {
+    /// Whether it takes the user's terminal.
+    pub(crate) const fn is_interactive(&self) -> bool {
+        self.command.is_none()
+    }
+}
+
 pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
+    match (args.command, args.allocation) {
+        (Some(Command::Sessions(command)), _) => sessions::run(command, api).await.map(|()| 0),
+        (None, Some(allocation)) => {
+            let allocation = reference::allocation(&allocation, api).await?;
+            let session = match args.session {
+                Some(session) => Some(session.id_in(&sessions::OPEN, &sessions::path(allocation), api).await?),
+                None => None,
+            };
+            let terminal =
+                Terminal { allocation, session, reconnect_for: args.reconnect_for, no_escape: args.no_escape };
+            open(terminal, api).await
+        }
+        (None, None) => Err(Failure::usage("no allocation was named")),
+    }
+}
+
+async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
     let allocation = args.allocation;
     if !io::stdin().is_terminal() {
         return Err(Failure::usage("standard input is no terminal")
@@ -64,7 +110,7 @@ fn explained(failure: Failure, allocation: Uuid) -> Failure {
     let key = failure.answer.as_ref().map(|answer| &answer.details["policy_key"]);
     match key {
         Some(key) if key == "terminal.sessions_per_allocation" => {
-            failure.next(format!("Those that are open: gpuctl allocations terminals {allocation}"))
+            failure.next(format!("Those that are open: gpuctl terminal sessions list {allocation}"))
         }
         Some(_) | None => failure,
     }

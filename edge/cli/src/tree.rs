@@ -29,7 +29,7 @@ pub(crate) struct TreeArgs {
     shards: bool,
 }
 
-const ENTITIES: [Column; 7] = [
+const ENTITIES: [Column; 9] = [
     ("KIND", "/kind"),
     ("ID", "/id"),
     ("LIVES AT", "/member_name"),
@@ -37,6 +37,8 @@ const ENTITIES: [Column; 7] = [
     ("STATE", "/state"),
     ("WAITS FOR", "/waits_for"),
     ("UNTIL", "/deadline_at"),
+    ("OVERDUE", "/overdue"),
+    ("LAST ERROR", "/last_error"),
 ];
 
 pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
@@ -58,8 +60,15 @@ fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
 fn drawn(tree: &Value) -> String {
     let mut text = String::new();
     for member in items(tree, "members") {
-        let [name, shards, awake] = ["name", "shards", "awake"].map(|field| cell(&member[field]));
-        let _ = writeln!(text, "{name}  {shards} shards, {awake} entities awake");
+        let [name, id, shards, awake, waiting] =
+            ["name", "id", "shards", "awake", "mailbox_depth"].map(|field| cell(&member[field]));
+        let keys = member["key_sets"].as_object().into_iter().flatten();
+        let keys: Vec<_> = keys.map(|(purpose, version)| format!("{} {}", plain(purpose), cell(version))).collect();
+        let _ = writeln!(
+            text,
+            "{name}  {id}  {shards} shards, {awake} entities awake, {waiting} commands waiting, keys: {}",
+            keys.join(", ")
+        );
         below(&mut text, member, "root", 1);
     }
     for silent in items(tree, "silent") {
@@ -67,8 +76,7 @@ fn drawn(tree: &Value) -> String {
     }
     text.push('\n');
     for (kind, states) in tree["entities_by_kind"].as_object().into_iter().flatten() {
-        let counts = states.as_object().into_iter().flatten().map(|(state, count)| format!("{count} {}", plain(state)));
-        let _ = writeln!(text, "{}: {}", plain(kind), counts.collect::<Vec<_>>().join(", "));
+        let _ = writeln!(text, "{}", crate::overview::counts(kind, states));
     }
     let _ = writeln!(text, "overdue: {}, parked: {}", cell(&tree["overdue"]), cell(&tree["parked"]));
     let entities = items(tree, "entities");
@@ -88,15 +96,30 @@ fn below(text: &mut String, member: &Value, parent: &str, depth: usize) {
             Value::Null => String::new(),
             error => format!("  {} restarts, last: {}", cell(&worker["restarts"]), cell(error)),
         };
-        let _ = writeln!(text, "{}{name:<20} {state:<12} {what}{trouble}", "  ".repeat(depth));
+        let waits = queue(&worker["queue"]);
+        let _ = writeln!(text, "{}{name:<20} {state:<12} {what}{waits}{trouble}", "  ".repeat(depth));
         below(text, member, worker["name"].as_str().unwrap_or_default(), depth + 1);
         if name == "entities" {
             for shard in items(member, "owned_shards") {
-                let [number, state, epoch] = ["shard", "state", "epoch"].map(|field| cell(&shard[field]));
-                let _ = writeln!(text, "{}shard {number:<14} {state:<12} epoch {epoch}", "  ".repeat(depth + 1));
+                let [number, state, epoch, awake, waiting] =
+                    ["shard", "state", "epoch", "awake", "mailbox_depth"].map(|field| cell(&shard[field]));
+                let indent = "  ".repeat(depth + 1);
+                let _ = writeln!(
+                    text,
+                    "{indent}shard {number:<14} {state:<12} epoch {epoch}, {awake} awake, {waiting} commands waiting"
+                );
             }
         }
     }
+}
+
+/// What waits in a worker's queue, of how much it holds.
+fn queue(queue: &Value) -> String {
+    if queue.is_null() {
+        return String::new();
+    }
+    let of = queue["bound"].as_u64().map(|bound| format!(" of {bound}")).unwrap_or_default();
+    format!("  {}{of} wait, {} in flight", cell(&queue["waiting"]), cell(&queue["under_way"]))
 }
 
 #[cfg(test)]
@@ -106,10 +129,10 @@ mod tests {
 
     #[test]
     fn a_tree_hangs_everything_where_it_belongs() {
-        let worker = |name: &str, under: &str, error: Value| json!({ "name": name, "under": under, "state": "running", "what": "does it", "restarts": 2, "last_error": error });
+        let worker = |name: &str, under: &str, error: Value| json!({ "name": name, "under": under, "state": "running", "what": "does it", "restarts": 2, "last_error": error, "queue": { "waiting": 1, "under_way": 2, "bound": 64 } });
         let tree = json!({
             "members": [{
-                "name": "replica-1", "shards": 256, "awake": 3,
+                "name": "replica-1", "id": "0197", "shards": 256, "awake": 3, "mailbox_depth": 2, "key_sets": { "node_ca": 4 },
                 "workers": [
                     worker("entities", "root", Value::Null),
                     worker("relay", "bus", json!("no\u{1b}[2J route")),

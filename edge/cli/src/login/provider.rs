@@ -88,7 +88,7 @@ pub(crate) async fn discover(issuer: &str, ca_bundle: Option<&Path>) -> Result<(
     Ok((http, found))
 }
 
-fn http(url: &str, ca_bundle: Option<&Path>) -> Result<Client, Failure> {
+pub(crate) fn http(url: &str, ca_bundle: Option<&Path>) -> Result<Client, Failure> {
     let trust = ca_bundle.map_or(Trust::System, Trust::Also);
     web::built(web::client(&web::address(url)?, trust)?.timeout(ANSWERS_WITHIN))
 }
@@ -204,6 +204,12 @@ impl Provider {
         }
         let send = |request| self.send(request);
         request.request_async(&send).await.map(granted).map_err(refused)
+    }
+
+    /// With the client's own secret: a service account's key (RFC 6749, section 4.4).
+    pub(crate) async fn by_client_credentials(&self) -> Result<Granted, Failure> {
+        let send = |request| self.send(request);
+        self.client.exchange_client_credentials().request_async(&send).await.map(granted).map_err(refused)
     }
 
     /// A new access token for an old login.

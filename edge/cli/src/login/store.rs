@@ -30,8 +30,18 @@ pub(crate) struct Login {
     pub(crate) access_token: SecretString,
     #[serde(serialize_with = "exposed")]
     pub(crate) refresh_token: Option<SecretString>,
+    /// The client is a key of a service account: a new token is issued for its secret (RFC 6749, section 4.4).
+    #[serde(default)]
+    pub(crate) service_account: bool,
     /// When the access token ends, as far as that is known.
     pub(crate) expires_at: Option<DateTime<Utc>>,
+}
+
+impl Login {
+    /// Whether a new token can be had without the user.
+    pub(crate) const fn is_renewable(&self) -> bool {
+        self.refresh_token.is_some() || self.service_account
+    }
 }
 
 fn exposed<S: Serializer>(secret: &Option<SecretString>, to: S) -> Result<S::Ok, S::Error> {
@@ -181,6 +191,7 @@ mod tests {
             client_secret: None,
             access_token: "an-access-token".to_owned().into(),
             refresh_token: Some("a-refresh-token".to_owned().into()),
+            service_account: false,
             expires_at: None,
         }
     }

@@ -70,6 +70,7 @@ fn kept(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
         client_secret: None,
         access_token: "access-0".to_owned().into(),
         refresh_token: Some("refresh-0".to_owned().into()),
+        service_account: false,
         expires_at: Some(Utc::now() + TimeDelta::seconds(expires_in)),
     };
     store.write(&login).unwrap();
@@ -156,4 +157,47 @@ fn a_login_is_for_one_server() {
     assert!(!same_server("https://gpu.example", "https://gpu.example.evil"));
     assert!(!same_server("https://gpu.example", "https://gpu.example:8443"));
     assert!(!same_server("nonsense", "nonsense"));
+}
+
+/// Issues `program-N` for the right key of a service account, and lets the newest token in.
+async fn issue(State(Rotating(count)): State<Rotating>, headers: HeaderMap, form: String) -> Response {
+    let basic = base64::engine::general_purpose::STANDARD.encode("sa-key:its-secret");
+    let knows = headers.get("authorization").is_some_and(|given| *given == format!("Basic {basic}"));
+    if !knows || !form.contains("grant_type=client_credentials") {
+        return (StatusCode::UNAUTHORIZED, Json(json!({ "error": "invalid_client" }))).into_response();
+    }
+    let number = count.fetch_add(1, Ordering::SeqCst) + 1;
+    Json(json!({ "access_token": format!("access-{number}"), "token_type": "Bearer", "expires_in": 600 }))
+        .into_response()
+}
+
+#[tokio::test]
+async fn service_account_logs_in_with_its_key_and_gets_a_new_token_by_itself() {
+    let issuer = Rotating::default();
+    let routes = Router::new()
+        .route("/api/v1/service-accounts/token", post(issue))
+        .route("/api/v1/things", get(things))
+        .with_state(issuer.clone());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let server = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, routes).await });
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::new(folder.path().to_owned(), "default").unwrap();
+    let log_in = async |secret: &str| {
+        let words = ["gpuctl", "login", "--service-account", "sa-key", "--client-secret", secret];
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+        let (server, store) = (Some(server.clone()), store.clone());
+        let connection = Connection { server, ca_bundle: None, token: None, key: None, store, out: OUT };
+        crate::execute(arguments.command, connection).await
+    };
+    assert_eq!(log_in("wrong").await.unwrap_err().ended, Ended::LoggedOut);
+    assert!(store.read().unwrap().is_none());
+    log_in("its-secret").await.unwrap();
+
+    let mut login = store.read().unwrap().unwrap();
+    assert_eq!((login.access_token.expose_secret(), login.is_renewable()), ("access-1", true));
+    login.expires_at = Some(Utc::now() - TimeDelta::seconds(5));
+    store.write(&login).unwrap();
+    api(&store, &login).get("/api/v1/things", &[]).await.unwrap();
+    assert_eq!(issuer.renewed(), 2);
 }

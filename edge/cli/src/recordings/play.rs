@@ -3,10 +3,12 @@
 use super::tame::Tame;
 use super::{ASCIICAST, WHAT, asciicast};
 use crate::api::Api;
+use crate::complete;
 use crate::duration;
 use crate::failure::{Ended, Failure};
 use crate::file;
 use crate::out::{say_always, say_raw};
+use crate::reference::{RECORDING, Ref};
 use crate::terminal::raw::{Raw, discard_typed, size};
 use crate::terminal::screen;
 use crate::text::plain;
@@ -26,7 +28,8 @@ const CTRL_C: u8 = 3;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlayArgs {
-    recording: Uuid,
+    #[arg(add = complete::of(&RECORDING))]
+    recording: Ref,
     /// So many times as fast.
     #[arg(long, value_name = "TIMES", default_value = "1", value_parser = speed)]
     speed: f64,
@@ -54,12 +57,12 @@ enum Key {
 }
 
 pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
-    let recording = args.recording;
+    let recording = &args.recording;
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
         return Err(Failure::usage("a recording is played in a terminal")
             .next(format!("Keep it in a file: gpuctl recordings download {recording}")));
     }
-    let mut lines = BufReader::new(fetched(api, recording).await?);
+    let mut lines = BufReader::new(fetched(api, recording.id(&RECORDING, api).await?).await?);
     let header: Header = line(&mut lines)?.and_then(|line| serde_json::from_str(&line).ok()).ok_or_else(unreadable)?;
     let (columns, rows) = size(io::stdout());
     if columns < header.width || rows < header.height {

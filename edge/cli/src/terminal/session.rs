@@ -4,7 +4,7 @@
 //! terminal that stands still stops the program and nothing grows. Reading never waits for writing: a paste that the program echoes would
 //! hold both ends up for ever.
 
-use super::TerminalArgs;
+use super::Terminal;
 use super::again::Again;
 use super::connection::{self, Attempt};
 use super::escape::{Escape, HELP, Typed};
@@ -102,7 +102,7 @@ enum Told {
 
 pub(super) struct Session<'a> {
     api: &'a Api,
-    args: TerminalArgs,
+    args: Terminal,
     id: Option<Uuid>,
     /// Up to where the output is here.
     position: Option<u64>,
@@ -127,7 +127,7 @@ pub(super) struct Session<'a> {
 
 impl<'a> Session<'a> {
     /// Takes the user's terminal.
-    pub(super) fn begin(args: TerminalArgs, api: &'a Api) -> Result<Self, Failure> {
+    pub(super) fn begin(args: Terminal, api: &'a Api) -> Result<Self, Failure> {
         let taken = |error: io::Error| Failure::new(Ended::Failed, format!("the terminal cannot be used: {error}"));
         let signals = Signals::listen().map_err(taken)?;
         let raw = Raw::begin(io::stdin()).map_err(taken)?;

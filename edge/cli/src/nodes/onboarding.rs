@@ -1,0 +1,184 @@
+//! How a machine becomes a node: it is created, and its agent is started with a bootstrap bundle.
+
+use super::{ALONE, node_id, path};
+use crate::api::Api;
+use crate::complete;
+use crate::duration;
+use crate::failure::{Ended, Failure};
+use crate::reference::{NODE, Ref};
+use crate::ssh_keys::public_key;
+use clap::ValueEnum;
+use serde_json::{Value, json};
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Create {
+    /// Its address: a name or an IP address.
+    host: String,
+    /// The port of its SSH server.
+    #[arg(long, default_value_t = 22)]
+    port: u16,
+    /// What kind of machine: `gpuctl skus list` shows them.
+    #[arg(long, add = complete::sku_names())]
+    sku: String,
+    /// The region where it is.
+    #[arg(long, value_name = "CODE")]
+    region: String,
+    /// How many GPUs it has.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    gpus: u16,
+    /// The operator's login on it.
+    #[arg(long, value_name = "NAME")]
+    ssh_user: String,
+    /// The operator's public key, in OpenSSH's form; `-` reads standard input.
+    #[arg(long, value_name = "FILE")]
+    ssh_public_key: PathBuf,
+    /// How its agent comes onto it.
+    #[arg(long, value_enum, default_value_t)]
+    onboarding: Onboarding,
+    /// Do not try its address first.
+    #[arg(long)]
+    no_probe: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(crate) enum Onboarding {
+    /// An operator installs it.
+    #[default]
+    Manual,
+    /// MAAS deploys it.
+    Maas,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Token {
+    #[arg(add = complete::of(&NODE))]
+    node: Ref,
+    /// How long it is good for (`30m`, `24h`); as the policy says where it is left out.
+    #[arg(long, value_name = "TIME", value_parser = duration::parse)]
+    ttl: Option<Duration>,
+    /// The file for the bootstrap bundle, which must not be there; standard output where it is left out.
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Reissue {
+    #[command(flatten)]
+    token: Token,
+    /// Why; it stands in the audit log.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+    /// Revoke the certificate that the node has now.
+    #[arg(long)]
+    revoke: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Script {
+    #[arg(add = complete::of(&NODE))]
+    node: Ref,
+    /// Wrapped for this way of installing.
+    #[arg(long = "as", value_enum, value_name = "FORM", default_value_t)]
+    form: Form,
+    /// The file for the script, which must not be there; standard output where it is left out.
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(crate) enum Form {
+    /// To be run as root.
+    #[default]
+    Script,
+    /// For a package's first start.
+    Package,
+}
+
+pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
+    let mode = match wanted.onboarding {
+        Onboarding::Manual => "manual",
+        Onboarding::Maas => "maas",
+    };
+    let body = json!({
+        "host": wanted.host,
+        "port": wanted.port,
+        "sku": wanted.sku,
+        "region_code": wanted.region,
+        "gpus_total": wanted.gpus,
+        "ssh_username": wanted.ssh_user,
+        "ssh_public_key": public_key(&wanted.ssh_public_key)?,
+        "onboarding_mode": mode,
+        "probe": !wanted.no_probe,
+    });
+    let made = api.post(NODE.path, &body).await?;
+    api.out.show(&made, &ALONE)?;
+    let id = crate::text::cell(&made["id"]);
+    api.out.say(&format!("Install its agent with: gpuctl nodes script {id} --to install.sh"));
+    Ok(())
+}
+
+pub(crate) async fn token(wanted: Token, api: &Api) -> Result<(), Failure> {
+    is_free(wanted.to.as_deref())?;
+    let id = node_id(&wanted.node, api).await?;
+    let mut body = json!({});
+    if let Some(ttl) = wanted.ttl {
+        body["ttl_seconds"] = ttl.as_secs().into();
+    }
+    let issued = api.post(&format!("{}/enrollment-token", path(id)), &body).await?;
+    bundle(&issued, "bootstrap_bundle", wanted.to.as_deref(), api)
+}
+
+pub(crate) async fn reissue(wanted: Reissue, api: &Api) -> Result<(), Failure> {
+    is_free(wanted.token.to.as_deref())?;
+    let id = node_id(&wanted.token.node, api).await?;
+    let mut body = json!({ "reason": wanted.reason, "revoke_current_certificate": wanted.revoke });
+    if let Some(ttl) = wanted.token.ttl {
+        body["ttl_seconds"] = ttl.as_secs().into();
+    }
+    let issued = api.post(&format!("{}/reissue-enrollment", path(id)), &body).await?;
+    bundle(&issued, "recovery_bundle", wanted.token.to.as_deref(), api)
+}
+
+pub(crate) async fn script(wanted: Script, api: &Api) -> Result<(), Failure> {
+    is_free(wanted.to.as_deref())?;
+    let id = node_id(&wanted.node, api).await?;
+    let form = match wanted.form {
+        Form::Script => "script",
+        Form::Package => "package",
+    };
+    let written = api.post(&format!("{}/bootstrap-script", path(id)), &json!({ "format": form })).await?;
+    let Some(text) = written["script"].as_str() else {
+        return Err(Failure::new(Ended::Server, "the server's answer holds no script"));
+    };
+    secret(&written, text.trim_end(), wanted.to.as_deref(), api)
+}
+
+/// Before a token is issued that could not be written down.
+fn is_free(to: Option<&Path>) -> Result<(), Failure> {
+    match to {
+        Some(to) if to.exists() => Err(Failure::usage(format!("{} is there already", to.display()))),
+        Some(_) | None => Ok(()),
+    }
+}
+
+fn bundle(issued: &Value, name: &str, to: Option<&Path>, api: &Api) -> Result<(), Failure> {
+    secret(issued, &format!("{:#}", issued[name]), to, api)
+}
+
+/// Prints what holds a token, or writes it to a file that only its owner reads.
+fn secret(answer: &Value, text: &str, to: Option<&Path>, api: &Api) -> Result<(), Failure> {
+    let Some(to) = to else {
+        return if api.out.is_json() { api.out.json(answer) } else { api.out.line(text) };
+    };
+    let unwritten = |error: std::io::Error| Failure::usage(format!("{}: {error}", to.display()));
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(unwritten)?;
+    writeln!(file, "{text}").map_err(unwritten)?;
+    let until = crate::text::cell(&answer["expires_at"]);
+    let written = json!({ "file": to, "token_id": answer["token_id"], "expires_at": answer["expires_at"] });
+    api.out.done(&written, &format!("{} holds a token that is good until {until}.", to.display()))
+}

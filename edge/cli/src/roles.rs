@@ -1,0 +1,91 @@
+//! Administrators: who has which platform role.
+
+use crate::api::{Api, Query};
+use crate::failure::Failure;
+use crate::out::Column;
+use clap::ValueEnum;
+use serde_json::json;
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Who has which role.
+    #[command(visible_alias = "ls")]
+    List {
+        /// Of this user alone.
+        #[arg(long, value_name = "ID")]
+        user: Option<String>,
+        /// This role alone.
+        #[arg(long, value_enum)]
+        role: Option<Role>,
+        /// At most so many.
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+        limit: u16,
+    },
+    /// Gives a user a role.
+    Bind {
+        /// The user's id at the identity provider; `gpuctl whoami` shows one's own.
+        user: String,
+        role: Role,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
+    /// Takes a role from a user.
+    Revoke {
+        /// The user's id at the identity provider.
+        user: String,
+        role: Role,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: Option<String>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Role {
+    /// Rotates keys and approves changes of SKUs.
+    PlatformOperations,
+    /// Approves changes of SKUs.
+    InventoryOwner,
+    /// Adjusts accounts and settles the processor's events.
+    BillingOperations,
+    /// Reads the audit log.
+    Auditor,
+}
+
+impl Role {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::PlatformOperations => "platform_operations",
+            Self::InventoryOwner => "inventory_owner",
+            Self::BillingOperations => "billing_operations",
+            Self::Auditor => "auditor",
+        }
+    }
+}
+
+const BINDINGS: [Column; 5] =
+    [("USER", "/subject"), ("ROLE", "/role"), ("BOUND", "/bound_at"), ("BY", "/bound_by"), ("WHY", "/reason")];
+
+const PATH: &str = "/api/v1/admin/platform-roles/bindings";
+
+pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
+    match command {
+        Command::List { user, role, limit } => {
+            let given = [("subject", user), ("role", role.map(|role| role.name().to_owned()))];
+            let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+            api.out.list(&api.list(PATH, &query, limit.into()).await?, &BINDINGS)
+        }
+        Command::Bind { user, role, reason } => {
+            let body = json!({ "subject": user, "role": role.name(), "reason": reason });
+            let bound = api.post(PATH, &body).await?;
+            api.out.done(&bound, &format!("{user} has the role {}.", role.name()))
+        }
+        Command::Revoke { user, role, reason } => {
+            let mut query: Query<'_> = vec![("subject", user.clone()), ("role", role.name().to_owned())];
+            query.extend(reason.map(|reason| ("reason", reason)));
+            let revoked = api.delete(PATH, &query).await?;
+            api.out.done(&revoked, &format!("{user} has the role {} no longer.", role.name()))
+        }
+    }
+}

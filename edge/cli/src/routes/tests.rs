@@ -1,0 +1,328 @@
+//! The table against the API's description: each command is run against a server that answers as the description says, and what it asked
+//! for is compared with the description.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::out::{Format, Out};
+use crate::{Arguments, Connection, execute};
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::response::{IntoResponse as _, Response};
+use clap::{CommandFactory as _, Parser as _};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::Notify;
+
+/// Reviewed: what no command of `gpuctl` calls, and why.
+const LEFT_OUT: [(&str, &str); 18] = [
+    ("GET /api/v1/healthz", "for probes"),
+    ("GET /api/v1/readyz", "for probes"),
+    ("GET /metrics", "for Prometheus"),
+    ("GET /api/v1/internal/stats", "for the operators' tools, with a token of their own"),
+    ("POST /internal/auth/jwks/refresh", "for the identity provider, with a token of its own"),
+    ("GET /api/v1/openapi.json", "the description itself"),
+    ("GET /api/v1/docs", "a page"),
+    ("GET /api/v1/docs/reader.js", "a page's script"),
+    ("GET /terminal/{allocation_id}", "a page"),
+    ("GET /terminal/assets/{name}", "a page's script"),
+    ("GET /recordings/{session_id}", "a page"),
+    ("GET /billing/checkout/{payment_id}", "a page; `billing top-up` opens it"),
+    ("GET /billing/checkout/{payment_id}/terms/{processor_id}", "for that page"),
+    ("GET /billing/returned", "a page"),
+    ("GET /billing/assets/{name}", "a page's script"),
+    ("GET /.well-known/oauth-protected-resource", "`login` calls it before there is a login (login/resource.rs)"),
+    // The two below have a command, which needs more than this test has.
+    ("POST /api/v1/allocations/{id}/terminal-tokens", "needs a terminal: tests/it/gpuctl.rs"),
+    ("POST /api/v1/service-accounts/token", "a login, not a call: login/tests.rs"),
+];
+
+/// Of the description's keys, those that are methods.
+const METHODS: [&str; 5] = ["GET", "POST", "PUT", "PATCH", "DELETE"];
+
+const ID: &str = "0198f000-0000-7000-8000-000000000001";
+/// A command that does not ask in that time does not ask at all.
+const ASKS_WITHIN: Duration = Duration::from_secs(20);
+
+fn description() -> Value {
+    let file = "../src/api/tests/snapshots/edge__api__tests__contract__openapi.snap";
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    serde_json::from_str(text.splitn(3, "---\n").nth(2).unwrap()).unwrap()
+}
+
+/// `GET /api/v1/skus` and what the description says of it.
+fn operations(description: &Value) -> BTreeMap<String, Value> {
+    let methods = |(path, of): (&String, &Value)| {
+        let of = of.as_object().unwrap().clone();
+        let known = of.into_iter().filter(|(method, _)| METHODS.contains(&method.to_uppercase().as_str()));
+        known.map(|(method, operation)| (format!("{} {path}", method.to_uppercase()), operation)).collect::<Vec<_>>()
+    };
+    description["paths"].as_object().unwrap().iter().flat_map(methods).collect()
+}
+
+#[test]
+fn every_route_of_the_api_has_a_command_or_a_reason_to_have_none() {
+    let routes: BTreeSet<String> = operations(&description()).into_keys().collect();
+    let left_out: BTreeSet<String> = LEFT_OUT.iter().map(|(route, _)| (*route).to_owned()).collect();
+    let with_command: BTreeSet<String> = COMMANDS.iter().map(|(route, _)| (*route).to_owned()).collect();
+    let named: BTreeSet<String> = with_command.union(&left_out).cloned().collect();
+    let missing: Vec<_> = routes.difference(&named).collect();
+    assert!(
+        missing.is_empty(),
+        "give these routes a command (COMMANDS in edge/cli/src/routes.rs), or a row of LEFT_OUT in this test: {missing:#?}"
+    );
+    let gone: Vec<_> = named.difference(&routes).collect();
+    assert!(gone.is_empty(), "the API has no such routes: {gone:#?}");
+}
+
+/// Commands that call no route of the table.
+const LOCAL: [&str; 8] =
+    ["login", "logout", "whoami", "ssh", "completions", "terminal sessions end", "recordings play", "terminal"];
+
+#[test]
+fn every_command_is_in_the_table_or_local() {
+    fn leaves(command: &clap::Command, path: &str, found: &mut Vec<String>) {
+        for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
+            let path = format!("{path} {}", sub.get_name()).trim_start().to_owned();
+            if !sub.has_subcommands() {
+                found.push(path.clone());
+            }
+            leaves(sub, &path, found);
+        }
+    }
+    let mut found = Vec::new();
+    leaves(&Arguments::command(), "", &mut found);
+    let known = |path: &String| {
+        LOCAL.contains(&path.as_str())
+            || COMMANDS.iter().any(|(_, command)| format!("{command} ").starts_with(&format!("{path} ")))
+    };
+    let unknown: Vec<_> = found.iter().filter(|path| !known(path)).collect();
+    assert!(unknown.is_empty(), "{unknown:#?}");
+}
+
+/// What was asked.
+#[derive(Clone, Debug)]
+struct Asked {
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+    body: Bytes,
+}
+
+#[derive(Clone)]
+struct Described {
+    operations: Arc<BTreeMap<String, Value>>,
+    asked: Arc<Mutex<Vec<Asked>>>,
+    news: Arc<Notify>,
+}
+
+async fn answer(State(described): State<Described>, request: Request) -> Response {
+    let (head, body) = request.into_parts();
+    let body = axum::body::to_bytes(body, 1024 * 1024).await.unwrap();
+    let asked = Asked { method: head.method, uri: head.uri, headers: head.headers, body };
+    let operation = described.operation(&asked);
+    described.asked.lock().unwrap().push(asked);
+    described.news.notify_one();
+    let Some((_, operation)) = operation else { return StatusCode::NOT_FOUND.into_response() };
+    let answers = operation["responses"].as_object().unwrap();
+    let (status, answer) = answers.iter().find(|(status, _)| status.starts_with('2') || *status == "101").unwrap();
+    let status = StatusCode::from_u16(status.parse().unwrap()).unwrap();
+    let Some((media_type, content)) = answer["content"].as_object().and_then(|content| content.iter().next()) else {
+        return status.into_response();
+    };
+    let body = match &content["example"] {
+        Value::Null => String::new(),
+        example => example.to_string(),
+    };
+    (status, [("content-type", media_type.clone())], body).into_response()
+}
+
+impl Described {
+    /// The route that was asked for, exact parts before names in braces.
+    fn operation(&self, asked: &Asked) -> Option<(String, Value)> {
+        let fitting = self.operations.iter().filter(|(route, _)| {
+            let (method, path) = route.split_once(' ').unwrap();
+            method == asked.method.as_str() && fits(path, asked.uri.path())
+        });
+        let found = fitting.min_by_key(|(route, _)| route.matches('{').count());
+        found.map(|(route, operation)| (route.clone(), operation.clone()))
+    }
+
+    fn find(&self, route: &str) -> Option<Asked> {
+        let asked = self.asked.lock().unwrap();
+        asked.iter().find(|asked| self.operation(asked).is_some_and(|(found, _)| found == route)).cloned()
+    }
+}
+
+/// What stands for a word in capitals.
+fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
+    match word {
+        "TEXT" => "a reason",
+        "PRICE" => "2.50 EUR",
+        "AMOUNT" => "20.00 EUR",
+        "CODE" => "EUR",
+        "MONTH" => "2026-11",
+        "N" => "8",
+        "REGION" => "eu-1",
+        "HOST" => "gpu-1.example",
+        "NAME" | "USER" => "ann",
+        "FILE" => key_file,
+        "ROLE" => "auditor",
+        "POLICY" => "billing.window_seconds",
+        "VALUE" => "60",
+        "PURPOSE" => "node-ca",
+        "ENTITY" => "node/0198f000-0000-7000-8000-000000000001",
+        "WORKER" => "outbox-relay",
+        "TASK-TYPE" => "node.validate",
+        "SKU" if !route.contains("/skus") => "h100x8",
+        "SKU" | "NODE" | "TASK" | "ALLOCATION" | "SESSION" | "RECORDING" | "PAYMENT" | "ACCOUNT" | "EVENT" | "KEY"
+        | "SERVICE-ACCOUNT" | "MEMBER" => ID,
+        word => word,
+    }
+}
+
+/// The command line, with `--yes` where the command would ask.
+fn arguments(route: &str, command: &str, key_file: &str) -> Vec<String> {
+    let mut words = vec!["gpuctl".to_owned()];
+    words.extend(command.split(' ').map(|word| value(word, route, key_file).to_owned()));
+    let mut leaf = Arguments::command();
+    for word in &words[1..] {
+        let Some(sub) = leaf.find_subcommand(word) else { break };
+        leaf = sub.clone();
+    }
+    words.extend(leaf.get_arguments().any(|argument| argument.get_id() == "yes").then(|| "--yes".to_owned()));
+    words
+}
+
+#[tokio::test]
+async fn every_command_asks_for_its_route_as_the_description_says() {
+    let description = description();
+    let folder = tempfile::tempdir().unwrap();
+    let key_file: PathBuf = folder.path().join("key.pub");
+    std::fs::write(&key_file, "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG ann\n").unwrap();
+    let described =
+        Described { operations: Arc::new(operations(&description)), asked: Arc::default(), news: Arc::default() };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let server = format!("http://{}", listener.local_addr().unwrap());
+    let routes = Router::new().fallback(answer).with_state(described.clone());
+    tokio::spawn(async move { axum::serve(listener, routes).await });
+
+    for (route, command) in COMMANDS.iter().filter(|(route, _)| LEFT_OUT.iter().all(|(left_out, _)| left_out != route))
+    {
+        described.asked.lock().unwrap().clear();
+        let words = arguments(route, command, key_file.to_str().unwrap());
+        let arguments = Arguments::try_parse_from(&words).unwrap_or_else(|error| panic!("{words:?}: {error}"));
+        let connection = Connection {
+            server: Some(server.clone()),
+            ca_bundle: None,
+            token: Some("a-token".to_owned().into()),
+            key: None,
+            store: crate::login::store::Store::new(folder.path().join("logins"), "default").unwrap(),
+            out: Out { format: Format::Table, quiet: true },
+        };
+        let asked = async {
+            loop {
+                if let Some(asked) = described.find(route) {
+                    return asked;
+                }
+                described.news.notified().await;
+            }
+        };
+        // A command that waits for what comes of it has asked by then.
+        let (asked, failure) = tokio::select! {
+            biased;
+            asked = tokio::time::timeout(ASKS_WITHIN, asked) => (asked.ok(), None),
+            ended = execute(arguments.command, connection) => (described.find(route), ended.err()),
+        };
+        let asked = asked.unwrap_or_else(|| panic!("{words:?} does not ask for {route}: {failure:?}"));
+        expect_described(&description, route, &asked);
+    }
+}
+
+/// The request has what the description requires, and nothing that it does not know.
+fn expect_described(description: &Value, route: &str, asked: &Asked) {
+    let operation = &operations(description)[route];
+    let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+    let in_query = |required: bool| -> BTreeSet<String> {
+        let parameters = parameters.iter().filter(|parameter| parameter["in"] == "query");
+        let parameters = parameters.filter(|parameter| !required || parameter["required"] == true);
+        parameters.map(|parameter| parameter["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let url = reqwest::Url::parse(&format!("http://here{}", asked.uri)).unwrap();
+    let given: BTreeSet<String> = url.query_pairs().map(|(name, _)| name.into_owned()).collect();
+    assert!(in_query(true).is_subset(&given) && given.is_subset(&in_query(false)), "{route}: {given:?}");
+    assert!(asked.headers["authorization"] == "Bearer a-token", "{route}");
+
+    let schema = &operation["requestBody"]["content"]["application/json"]["schema"];
+    match (schema, asked.body.is_empty()) {
+        (Value::Null, empty) => assert!(empty, "{route} takes no body: {:?}", asked.body),
+        (schema, _) => {
+            let body: Value = serde_json::from_slice(&asked.body).unwrap_or_else(|error| panic!("{route}: {error}"));
+            expect_fits(description, schema, &body, route);
+        }
+    }
+}
+
+/// As far as names, enumerations and plain types go.
+fn expect_fits(description: &Value, schema: &Value, value: &Value, at: &str) {
+    if let Some(reference) = schema["$ref"].as_str() {
+        let schema = description.pointer(reference.trim_start_matches('#')).unwrap();
+        return expect_fits(description, schema, value, at);
+    }
+    if let Some(choices) = schema["oneOf"].as_array() {
+        // Something, or null.
+        let choice = choices.iter().find(|choice| (choice["type"] == "null") == value.is_null());
+        return expect_fits(description, choice.unwrap_or_else(|| panic!("{at}: {value}")), value, at);
+    }
+    if let Some(words) = schema["enum"].as_array() {
+        assert!(words.contains(value), "{at}: {value} is none of {words:?}");
+    }
+    let is = |name: &str| {
+        schema["type"] == name || schema["type"].as_array().is_some_and(|types| types.contains(&json!(name)))
+    };
+    match value {
+        Value::String(_) => assert!(schema["type"].is_null() || is("string"), "{at}: {value}"),
+        Value::Number(_) => assert!(schema["type"].is_null() || is("integer") || is("number"), "{at}: {value}"),
+        Value::Bool(_) => assert!(schema["type"].is_null() || is("boolean"), "{at}: {value}"),
+        Value::Array(items) => {
+            assert!(is("array"), "{at}: {value}");
+            items.iter().for_each(|item| expect_fits(description, &schema["items"], item, at));
+        }
+        Value::Object(fields) => {
+            let Some(properties) = schema["properties"].as_object() else { return };
+            for (name, field) in fields {
+                let schema = properties.get(name).unwrap_or_else(|| panic!("{at} has no `{name}`"));
+                expect_fits(description, schema, field, &format!("{at} {name}"));
+            }
+            for name in schema["required"].as_array().into_iter().flatten() {
+                assert!(fields.contains_key(name.as_str().unwrap()), "{at} lacks {name}");
+            }
+        }
+        Value::Null => {}
+    }
+}
+
+#[test]
+fn message_names_commands_in_place_of_routes_and_no_position() {
+    for (message, shown) in [
+        (
+            "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are.",
+            "`sku` is not the name or id of an active SKU; `gpuctl skus list` lists those there are.",
+        ),
+        (
+            "Field `gpu_count` cannot be read: a number is needed (line 1, column 15).",
+            "Field `gpu_count` cannot be read: a number is needed.",
+        ),
+        ("The body is not valid JSON at line 1, column 7.", "The body is not valid JSON."),
+        ("Look at `GET /api/v1/allocations/{id}`.", "Look at `gpuctl allocations show ALLOCATION`."),
+        ("See (GET /api/v1/admin/keys), and wait.", "See (`gpuctl keys list`), and wait."),
+        ("No such thing: GET /elsewhere/x is not a route.", "No such thing: GET /elsewhere/x is not a route."),
+        ("In line 1, column 2 of your file.", "In line 1, column 2 of your file."),
+    ] {
+        assert_eq!(for_people(message), shown);
+    }
+}

@@ -1,0 +1,191 @@
+//! Administrators: what is offered. A change of status takes the approval of two people in two roles.
+
+use crate::api::Api;
+use crate::complete;
+use crate::failure::Failure;
+use crate::money::Amount;
+use crate::out::Column;
+use crate::reference::{Ref, SKU};
+use clap::ValueEnum;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Create {
+    /// Its name, such as h100x8.
+    name: String,
+    /// What a GPU costs an hour, with its currency: "2.50 EUR".
+    #[arg(long, value_name = "AMOUNT")]
+    price: Amount,
+    /// A region where nodes of it may be, and again for more.
+    #[arg(long = "region", value_name = "CODE", required = true)]
+    regions: Vec<String>,
+    /// Who makes the GPU.
+    #[arg(long, value_name = "NAME", default_value = "NVIDIA")]
+    gpu_vendor: String,
+    /// Which GPU.
+    #[arg(long, value_name = "NAME")]
+    gpu_model: String,
+    /// A GPU's memory.
+    #[arg(long, value_name = "MIB")]
+    gpu_memory_mib: u32,
+    /// How many GPUs a node has.
+    #[arg(long, value_name = "N")]
+    gpus: u16,
+    /// Which CPU.
+    #[arg(long, value_name = "NAME")]
+    cpu_model: String,
+    /// How many cores a node has.
+    #[arg(long, value_name = "N")]
+    cores: u16,
+    /// A node's memory.
+    #[arg(long, value_name = "MIB")]
+    memory_mib: u32,
+    /// A node's storage.
+    #[arg(long, value_name = "GIB")]
+    storage_gib: u32,
+    /// What links the GPUs, such as NVLink.
+    #[arg(long, value_name = "NAME")]
+    interconnect: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Update {
+    #[arg(add = complete::of(&SKU))]
+    sku: Ref,
+    /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
+    #[arg(long, value_name = "AMOUNT", required_unless_present = "regions")]
+    price: Option<Amount>,
+    /// A region where nodes of it may be, and again for more, in place of those there are.
+    #[arg(long = "region", value_name = "CODE")]
+    regions: Vec<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Decision {
+    #[arg(add = complete::of(&SKU))]
+    sku: Ref,
+    /// Why; it stands in the audit log.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+    /// In which of your roles you approve, where you have both.
+    #[arg(long, value_enum)]
+    role: Option<ApprovalRole>,
+    /// For the deactivation of a SKU in use: who is affected.
+    #[arg(long, value_name = "TEXT")]
+    impact_review: Option<String>,
+    /// For the deactivation of a SKU in use: the way back.
+    #[arg(long, value_name = "TEXT")]
+    rollback_plan: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ApprovalRole {
+    PlatformOperations,
+    InventoryOwner,
+}
+
+const ALONE: [Column; 13] = [
+    ("id", "/id"),
+    ("name", "/name"),
+    ("status", "/status"),
+    ("a GPU an hour", "/price/amount_per_gpu_hour"),
+    ("regions", "/allowed_regions"),
+    ("GPU", "/gpu/model"),
+    ("GPUs", "/gpu/count"),
+    ("GPU MiB", "/gpu/memory_mib"),
+    ("CPU", "/cpu/model"),
+    ("cores", "/cpu/cores"),
+    ("MiB", "/memory_mib"),
+    ("storage GiB", "/storage_gib"),
+    ("interconnect", "/interconnect"),
+];
+
+const APPROVALS: [Column; 6] = [
+    ("CHANGE", "/change"),
+    ("ROLE", "/role"),
+    ("BY", "/actor"),
+    ("AT", "/at"),
+    ("UNTIL", "/expires_at"),
+    ("WHY", "/reason"),
+];
+
+fn path(id: Uuid) -> String {
+    format!("{}/{id}", SKU.path)
+}
+
+pub(super) async fn show(sku: &Ref, api: &Api) -> Result<(), Failure> {
+    let found = api.get(&path(sku.id(&SKU, api).await?), &[]).await?;
+    shown(&found, api)
+}
+
+fn shown(sku: &Value, api: &Api) -> Result<(), Failure> {
+    if api.out.is_json() {
+        return api.out.json(sku);
+    }
+    api.out.show(sku, &ALONE)?;
+    api.out.rows_below(&sku["approvals"], &APPROVALS)
+}
+
+pub(super) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
+    let mut body = json!({
+        "name": wanted.name,
+        "price": price(&wanted.price)?,
+        "allowed_regions": wanted.regions,
+        "gpu": {
+            "vendor": wanted.gpu_vendor,
+            "model": wanted.gpu_model,
+            "memory_mib": wanted.gpu_memory_mib,
+            "count": wanted.gpus,
+        },
+        "cpu": { "model": wanted.cpu_model, "cores": wanted.cores },
+        "memory_mib": wanted.memory_mib,
+        "storage_gib": wanted.storage_gib,
+    });
+    if let Some(interconnect) = wanted.interconnect {
+        body["interconnect"] = interconnect.into();
+    }
+    let made = api.post(SKU.path, &body).await?;
+    shown(&made, api)?;
+    api.out.say(&format!(
+        "It is a draft. Offer it with: gpuctl skus activate {} --reason …",
+        crate::text::cell(&made["name"])
+    ));
+    Ok(())
+}
+
+pub(super) async fn update(change: Update, api: &Api) -> Result<(), Failure> {
+    let mut body = json!({});
+    if let Some(amount) = &change.price {
+        body["price"] = price(amount)?;
+    }
+    if !change.regions.is_empty() {
+        body["allowed_regions"] = json!(change.regions);
+    }
+    shown(&api.patch(&path(change.sku.id(&SKU, api).await?), &body).await?, api)
+}
+
+pub(super) async fn decide(decision: Decision, verb: &str, api: &Api) -> Result<(), Failure> {
+    let role = decision.role.map(|role| match role {
+        ApprovalRole::PlatformOperations => "platform_operations".to_owned(),
+        ApprovalRole::InventoryOwner => "inventory_owner".to_owned(),
+    });
+    let given = [
+        ("reason", Some(decision.reason)),
+        ("role", role),
+        ("impact_review", decision.impact_review),
+        ("rollback_plan", decision.rollback_plan),
+    ];
+    let body: Value =
+        given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), Value::from(value?)))).collect();
+    shown(&api.post(&format!("{}/{verb}", path(decision.sku.id(&SKU, api).await?)), &body).await?, api)
+}
+
+/// A price has its currency beside it: there is no account to take one from.
+fn price(amount: &Amount) -> Result<Value, Failure> {
+    let Some(currency) = amount.currency() else {
+        return Err(Failure::usage("the price names no currency").next("Write it as \"2.50 EUR\"."));
+    };
+    let minor = amount.minor(currency).map_err(Failure::usage)?;
+    Ok(json!({ "currency": currency, "amount_minor_per_gpu_hour": minor }))
+}
