@@ -5,11 +5,8 @@ use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::config::ConfigError;
 use supervisors::dev::{self, DevArgs};
-use supervisors::keys_command::{self, KeysArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
-use supervisors::restart_command::{self, RestartArgs};
-use supervisors::tree_command::{self, TreeArgs};
 use supervisors::{config, exit, logging, serve};
 
 /// Gives memory back after a burst, and touches no page of a buffer before somebody writes to it (decisions/0014).
@@ -18,11 +15,13 @@ static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// The control plane that rents out GPU nodes.
 #[derive(Debug, Parser)]
-#[command(version, arg_required_else_help = true)]
+#[command(name = "gpuaas", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
 }
+
+const AFTER_HELP: &str = "Operators look at the running cluster with gpuctl: tree, keys, restart, overview, nodes.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -36,12 +35,6 @@ enum Command {
     /// To be run once on a database that was restored from a backup, while no member runs: what it has forgotten must not be taken for
     /// something new. Frees every shard and lifts every epoch.
     BeginIncarnation,
-    /// Shows the supervision tree of the running cluster.
-    Tree(TreeArgs),
-    /// Shows the service's own keys, and rotates them.
-    Keys(KeysArgs),
-    /// Starts an entity or a worker of the running cluster anew.
-    Restart(RestartArgs),
     /// Verifies the audit log, shows its heads, drops an old month of it.
     Audit(AuditArgs),
     /// Verifies the ledger: every balance against its entries.
@@ -82,9 +75,6 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             use std::io::Write;
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
-        Command::Tree(args) => tree_command::run(args).await?,
-        Command::Keys(args) => keys_command::run(args).await?,
-        Command::Restart(args) => restart_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::Ledger(args) => return Ok(ledger_command::run(args).await),
         Command::Audit(args) => return Ok(audit_command::run(args).await),

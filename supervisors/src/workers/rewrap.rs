@@ -1,4 +1,4 @@
-//! Seals everything anew after the operator has put another key of the key ring to use (`gpuaas keys rewrap`).
+//! Seals everything anew after the operator has put another key of the key ring to use (`gpuctl keys rewrap`).
 //!
 //! It looks at what is left, and takes it up: so it may be interrupted anywhere, and several members do it at once, each the
 //! entities of its own shards. When nothing is sealed under a key any more, that key is retired. A member whose key ring seals with
