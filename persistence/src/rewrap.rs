@@ -73,7 +73,7 @@ pub enum Unfit {
     Store(#[from] StoreError),
     #[error(
         "{count} values are sealed under key {id:?}, which the key ring lacks: put its line back into the file of SVC_KEK_FILE; it may \
-         leave when `gpuaas keys list` shows nothing under it"
+         leave when `gpuctl keys list` shows nothing under it"
     )]
     Missing { id: String, count: u64 },
     #[error(

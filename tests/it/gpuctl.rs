@@ -34,6 +34,9 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
     assert!(gpuctl.run(&["whoami"]).await.failed(3).contains("gpuctl login"));
     let said = world.log_in(&gpuctl, "user").await.ok();
     assert!(said.contains("as user"), "{said}");
+    // The server's address alone is enough: it names the identity provider and the client.
+    let address_alone = world.gpuctl().without("SVC_OIDC_ISSUER").without("SVC_CLIENT_ID");
+    world.log_in(&address_alone, "user").await.ok();
     let kept = gpuctl.folder().join("default.json");
     assert_eq!(std::fs::metadata(&kept).unwrap().permissions().mode() & 0o777, 0o600);
     let login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
@@ -64,6 +67,8 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
     assert_eq!((&listed["items"][0]["id"], &listed["items"][0]["gpu_count"]), (&json!(id), &json!(2)), "{listed}");
     let table = gpuctl.run(&["allocations", "ls"]).await.ok();
     assert_eq!(table.lines().count(), 2, "{table}");
+    let by_prefix = gpuctl.run(&["-o", "json", "allocations", "show", &id[..13]]).await.json();
+    assert_eq!(by_prefix["id"], json!(id));
     let history = gpuctl.run(&["-o", "json", "allocations", "events", &id]).await.json();
     assert_eq!(history["items"].as_array().unwrap().last().unwrap()["state"], "active", "{history}");
 
@@ -79,6 +84,9 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
         .collect();
     assert!(followed.status.success() && states.last() == Some(&json!("released")), "{states:?}");
 
+    assert!(!gpuctl.run(&["allocations", "ls"]).await.ok().contains(&id), "what has ended is hidden");
+    assert!(gpuctl.run(&["allocations", "ls", "--all"]).await.ok().contains(&id));
+
     assert_eq!(gpuctl.run(&["logout"]).await.ok().trim(), "Logged out.");
     assert!(!kept.exists());
     gpuctl.run(&["allocations", "list"]).await.failed(3);
@@ -92,8 +100,9 @@ async fn a_user_looks_after_their_money_by_command_line() {
     let gpuctl = world.logged_in("user").await;
     let balance = gpuctl.run(&["-o", "json", "billing", "balance"]).await.json();
     let (minor, currency) = (balance["balance_minor"].as_i64().unwrap(), balance["currency"].as_str().unwrap());
+    let amount = format!("{}.{:02} {currency}", minor / 100, minor % 100);
     let shown = gpuctl.run(&["billing", "balance"]).await.ok();
-    assert!(shown.contains(&format!("{minor}.000000")) && shown.contains("open"), "{shown}");
+    assert!(shown.contains(&amount) && shown.contains("open"), "{shown}");
     let ledger = gpuctl.run(&["billing", "ledger", "--kind", "credit", "--limit", "1"]).await.ok();
     assert!(ledger.starts_with("NUMBER") && ledger.contains("credit") && ledger.contains(currency), "{ledger}");
     let estimate = ["-o", "json", "billing", "estimate", "--sku", "h100", "--gpus", "2", "--for", "3h"];
@@ -105,11 +114,14 @@ async fn a_user_looks_after_their_money_by_command_line() {
         "{estimate}"
     );
 
+    let covered = ["billing", "estimate", "--sku", "h100", "--for", "1h"];
+    assert!(gpuctl.run(&covered).await.ok().contains("covered to the end"));
+
     let months = gpuctl.run(&["-o", "json", "billing", "statements"]).await.json();
     let month = months["items"][0]["month"].as_str().unwrap();
     assert_eq!(months["items"][0]["closing_minor"], balance["balance_minor"], "{months}");
     let statement = gpuctl.run(&["billing", "statement", month]).await.ok();
-    assert!(statement.contains("CHANGE") && statement.contains(&format!("{minor}.000000")), "{statement}");
+    assert!(statement.contains("CHANGE") && statement.contains(&amount), "{statement}");
     let file = gpuctl.home().join("it.pdf");
     let to_file = ["billing", "statement", month, "--as", "pdf", "--to", file.to_str().unwrap()];
     assert!(gpuctl.run(&to_file).await.ok().contains("bytes"));
@@ -137,7 +149,13 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     let gpuctl = world.logged_in("user").await;
     let nobody = Uuid::now_v7().to_string();
 
-    gpuctl.run(&["allocations", "show", "not-an-id"]).await.failed(2);
+    assert!(gpuctl.run(&["allocations", "show", "not-an-id"]).await.failed(5).contains("gpuctl allocations list"));
+    let usage = gpuctl.run(&["allocations", "create"]).await.failed(2);
+    assert!(
+        usage.contains("--sku") && !usage.contains("--server"),
+        "what the environment sets is in no usage line: {usage}"
+    );
+    assert!(gpuctl.run(&[]).await.failed(2).contains("allocations"), "the help of a bare call");
     gpuctl.run(&["allocations", "list", "--state", "nonsense"]).await.failed(2);
     let forbidden = gpuctl.run(&["nodes", "list"]).await.failed(4);
     assert!(forbidden.contains("forbidden (403)") && forbidden.contains("correlation id: "), "{forbidden}");
@@ -153,8 +171,18 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     let refused = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8"]).await.failed(6);
     assert!(refused.contains("insufficient_capacity (409)") && refused.contains("--queue"), "{refused}");
     // The same key, another request.
-    let once =
-        ["--idempotency-key", "mine", "allocations", "create", "--sku", "h100", "--queue", "60", "--no-wait", "--gpus"];
+    let once = [
+        "--idempotency-key",
+        "mine",
+        "allocations",
+        "create",
+        "--sku",
+        "h100",
+        "--queue",
+        "60s",
+        "--no-wait",
+        "--gpus",
+    ];
     let first = gpuctl.run(&[&["-o", "json"][..], &once, &["1"]].concat()).await.json();
     let again = gpuctl.run(&[&["-o", "json"][..], &once, &["1"]].concat()).await.json();
     assert_eq!(first["id"], again["id"]);
@@ -166,12 +194,12 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     let no_terminal = gpuctl.run(&["terminal", waiting]).await.failed(2);
     assert!(no_terminal.contains("gpuctl ssh"), "{no_terminal}");
     let late =
-        gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60", "--timeout", "1s"]);
+        gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60s", "--timeout", "1s"]);
     let late = late.await.failed(10);
     assert!(late.contains("--follow"), "{late}");
 
     // In a terminal progress is one line, and whoever is tired of it goes; what was asked for stays.
-    let line = ["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60"];
+    let line = ["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60s"];
     let mut screen = gpuctl.in_terminal(&line, 120, 30);
     screen.shows(": requested, ").await;
     screen.enter("\u{3}").await;
@@ -249,6 +277,34 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     assert!(rows.contains("nodes.quarantine") && rows.contains("a look"), "{rows}");
     let tree = gpuctl.run(&["tree"]).await.ok();
     assert!(tree.contains("replica-1") && tree.contains("node: "), "{tree}");
+    // Nothing is started anew without a confirmation; the node is named by its host, the worker by its member.
+    let entity = format!("node/{id}");
+    assert!(gpuctl.run(&["restart", &entity]).await.failed(2).contains("--yes"));
+    gpuctl.run(&["restart", &entity, "--reason", "a test wants it", "--yes"]).await.ok();
+    let worker = ["restart", "figures", "--member", "replica-1", "--reason", "a test wants it", "--yes"];
+    assert!(gpuctl.run(&worker).await.ok().contains("started anew"));
+    assert!(gpuctl.run(&["entity", &entity]).await.ok().contains("active"));
+    assert!(gpuctl.run(&["cluster"]).await.ok().contains("replica-1"));
+    assert!(gpuctl.run(&["overview"]).await.ok().contains("h100"));
+    let bind = ["roles", "bind", "user-7", "auditor", "--reason", "a test wants it"];
+    gpuctl.run(&bind).await.ok();
+    assert!(gpuctl.run(&["roles", "list"]).await.ok().contains("user-7"));
+    let away = gpuctl.run(&["nodes", "remove", &id, "--reason", "a test wants it", "--yes"]).await;
+    assert_ne!(away.code, 0, "an active node is not removed");
+
+    // A program of the administrator's logs in with its own key, and sees the tree.
+    let account = gpuctl.run(&["-o", "json", "service-accounts", "create", "ci"]).await.json();
+    let account = account["id"].as_str().unwrap();
+    let key = gpuctl.run(&["-o", "json", "service-accounts", "add-key", account]).await.json();
+    let secret = key["client_secret"].as_str().unwrap();
+    world.keep_secret("the secret of a service account", secret);
+    let program = world.gpuctl();
+    let client = key["client_id"].as_str().unwrap();
+    let typed = format!("{secret}\n");
+    program.run_with(&["login", "--service-account", client, "--secret-stdin"], &typed).await.ok();
+    assert!(program.run(&["tree"]).await.ok().contains("replica-1"));
+    gpuctl.run(&["service-accounts", "delete", "ci", "--yes"]).await.ok();
+    program.run(&["tree"]).await.failed(3);
     assert!(gpuctl.run(&["nodes", "tasks", &id]).await.ok().contains("Ended:"));
     assert!(gpuctl.run(&["completions", "bash"]).await.ok().contains("gpuctl"));
     node.expect_state("active").await;
@@ -311,9 +367,9 @@ async fn a_shell_that_was_left_runs_on_and_a_terminal_is_whole_again_after_a_sig
     let session = told.rsplit("--session ").next().unwrap().trim().to_owned();
     session.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {told}"));
 
-    let listed = gpuctl.run(&["-o", "json", "allocations", "terminals", &allocation]).await.json();
+    let listed = gpuctl.run(&["-o", "json", "terminal", "sessions", "list", &allocation]).await.json();
     assert_eq!(gpuctl_items(&listed), std::slice::from_ref(&session), "it is found by who rents, too");
-    world.logged_in("user2").await.run(&["allocations", "terminals", &allocation]).await.failed(5);
+    world.logged_in("user2").await.run(&["terminal", "sessions", "list", &allocation]).await.failed(5);
 
     let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
     // What was shown before is shown again, and asks nothing.

@@ -3,10 +3,8 @@
 use crate::service_tokens::{Program, shown};
 use nix::sys::signal::Signal;
 use reqwest::{Method, StatusCode};
-use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 use tests::world::client::{Answer, answer_to};
 use tests::world::hand::HandAgent;
@@ -48,28 +46,11 @@ async fn rented(world: &World, sku: &str) {
     allocation.expect_state("released").await;
 }
 
-/// What `gpuaas keys …` says, as the operator's terminal shows it.
-pub(crate) async fn gpuaas_keys(world: &World, args: &[&str]) -> String {
-    let admin = world.identity.person("admin").unwrap();
-    let output = tokio::process::Command::new(&world.settings.executable)
-        .arg("keys")
-        .args(args)
-        .env_clear()
-        .env("SVC_BASE_URL", &world.settings.public_url)
-        .env("SVC_CA_BUNDLE_PATH", &world.settings.ca_path)
-        .env("SVC_AUTH_URL", world.identity.auth_url())
-        .env("SVC_REALM", supervisors::dev::identity::REALM)
-        .env("SVC_CLIENT_ID", supervisors::dev::identity::CLIENT_ID)
-        .env("SVC_CLIENT_SECRET", world.identity.client_secret().expose_secret())
-        .env("SVC_ADMIN_USERNAME", &admin.username)
-        .env("SVC_ADMIN_PASSWORD", admin.password.expose_secret())
-        .stdin(Stdio::null())
-        .output()
-        .await
-        .expect("the program runs");
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-    said
+/// What `gpuctl keys …` prints for an administrator. A step is confirmed on the command line.
+pub(crate) async fn gpuctl_keys(world: &World, args: &[&str]) -> String {
+    let confirmed: &[&str] = if args[0] == "list" { &[] } else { &["--yes"] };
+    let gpuctl = world.logged_in("admin").await;
+    gpuctl.run(&[&["keys"][..], args, confirmed].concat()).await.ok()
 }
 
 async fn until_log_says(world: &World, node: &OnboardedNode, words: &str, times: usize) {
@@ -126,7 +107,7 @@ async fn task_keys_rotate_under_way_and_an_agent_that_slept_through_two_rotation
     world.kill9_agent(&sleeper);
 
     // By hand, as the operator's chapter has it, and somebody joins in each phase.
-    let second = gpuaas_keys(&world, &["stage", "task-signing", "--reason", "a year has passed"]).await;
+    let second = gpuctl_keys(&world, &["stage", "task-signing", "--reason", "a year has passed"]).await;
     let second = second.trim().to_owned();
     rented(&world, "awake").await;
     let early_bird = world.node("while-staged").await;
@@ -167,7 +148,7 @@ async fn task_keys_rotate_under_way_and_an_agent_that_slept_through_two_rotation
         rented(&world, name).await;
     }
 
-    let said = gpuaas_keys(&world, &["list"]).await;
+    let said = gpuctl_keys(&world, &["list"]).await;
     for word in [&third, "active", "retired", "replica-1", "replica-2", "task_signing 6"] {
         assert!(said.contains(word), "no {word} in:\n{said}");
     }
@@ -333,8 +314,8 @@ async fn what_is_sealed_moves_to_another_key_of_the_ring_and_none_that_is_needed
     world.postgres.start_again().await.unwrap();
     world.restart_replica(1).await;
     assert_eq!(asking.await.unwrap().status.as_u16(), 202);
-    let said = gpuaas_keys(&world, &["rewrap", "--reason", "is it done?"]).await;
-    assert!(said.contains("nothing is sealed under dev"), "{said}");
+    let said = gpuctl_keys(&world, &["rewrap", "--reason", "is it done?"]).await;
+    assert!(said.contains("dev seals nothing"), "{said}");
     assert_eq!((sealed_under(&world, "dev").await, sealed_under(&world, "second").await), (0, before));
 
     // The old one may leave; what is sealed opens without it.

@@ -95,6 +95,8 @@ fn followed(world: &World) -> Followed {
 async fn transcript(script: &str, folder: &Path) -> (bool, String) {
     let mut shell = Command::new("bash");
     shell.arg("-c").arg(script).current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
+    // Logins of a recipe lie beside it.
+    shell.env("XDG_CONFIG_HOME", folder);
     let log = folder.join("transcript");
     let said = fs::File::create(&log).unwrap();
     shell.stdout(said.try_clone().unwrap()).stderr(said);
@@ -128,8 +130,9 @@ async fn the_operators_recipes_hold_word_by_word() {
     script.push_str(&recipes(&readme, &[BY_HAND, IN_TROUBLE].concat()));
     script.push_str("echo '--- CA rotation'\n");
     script.push_str(&rotation);
-    script
-        .push_str("target/debug/gpuaas keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n");
+    script.push_str(
+        "gpuctl --profile admin keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n",
+    );
     script.push_str("echo '--- all of it'; see | answer state; ! grep -e '\"recovered\"' \"$here/agent.log\"\n");
     // Another test may have the port.
     let port = format!("127.0.0.1:{}", free_port().unwrap());

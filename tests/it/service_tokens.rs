@@ -1,6 +1,6 @@
 //! The keys that sign service accounts' tokens, exchanged while programs go on asking every replica.
 
-use crate::keys::gpuaas_keys;
+use crate::keys::gpuctl_keys;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use tests::world::client::{Answer, Client};
@@ -66,7 +66,7 @@ async fn a_token_is_good_in_its_signer_s_grace_and_refused_by_every_replica_once
     let by_first = program.token(&world, 0).await;
     let first = in_phase(&world, "active").await;
     let second =
-        gpuaas_keys(&world, &["stage", "service-tokens", "--reason", "a test wants it"]).await.trim().to_owned();
+        gpuctl_keys(&world, &["stage", "service-tokens", "--reason", "a test wants it"]).await.trim().to_owned();
     assert_eq!((in_phase(&world, "staged").await.as_str(), shown(&world, &by_first).await), (&*second, ok.clone()));
 
     step(&world, "activate", &second, false).await.ok();
