@@ -8,7 +8,7 @@
 //! | `skus list` · `show` · `create` · `update` · `activate` · `deprecate` · `deactivate` | `GET /api/v1/skus`, `/api/v1/admin/skus…` |
 //! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
-//! | `terminal sessions list` · `show` · `end` · `kill` | `GET …/terminal-sessions`, and the WebSocket to end one; `/api/v1/admin/terminal-sessions…` |
+//! | `terminal sessions list` · `show` · `end` · `kill` | `/api/v1/allocations/{id}/terminal-sessions…`, `/api/v1/admin/terminal-sessions…` |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
 //! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
 //! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |

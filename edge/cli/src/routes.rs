@@ -2,7 +2,7 @@
 //! the commands in their place. The test compares the table with the API's description.
 
 /// A route as the API describes it, and a command that calls it. Words in capitals stand for values.
-pub(crate) const COMMANDS: [(&str, &str); 101] = [
+pub(crate) const COMMANDS: [(&str, &str); 102] = [
     ("GET /api/v1/skus", "skus list"),
     ("GET /api/v1/admin/skus", "skus list --all"),
     (
@@ -43,6 +43,7 @@ pub(crate) const COMMANDS: [(&str, &str); 101] = [
     ("POST /api/v1/admin/allocations/{id}/force-release", "allocations force-release ALLOCATION --reason TEXT"),
     ("POST /api/v1/allocations/{id}/terminal-tokens", "terminal ALLOCATION"),
     ("GET /api/v1/allocations/{id}/terminal-sessions", "terminal sessions list ALLOCATION"),
+    ("DELETE /api/v1/allocations/{id}/terminal-sessions/{session_id}", "terminal sessions end ALLOCATION SESSION"),
     ("GET /api/v1/admin/terminal-sessions", "terminal sessions list --all"),
     ("GET /api/v1/admin/terminal-sessions/{id}", "terminal sessions show SESSION"),
     ("POST /api/v1/admin/terminal-sessions/{id}/kill", "terminal sessions kill SESSION --reason TEXT"),

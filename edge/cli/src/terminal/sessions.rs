@@ -1,23 +1,16 @@
 //! The terminals there are: those to go back to, and those to end.
 
-use super::connection;
 use crate::allocations;
 use crate::api::{Api, Query};
 use crate::complete;
-use crate::failure::{Ended, Failure};
+use crate::failure::Failure;
 use crate::out::Column;
 use crate::reference::{self, ALLOCATION, Kind, Ref, TERMINAL_SESSION};
-use crate::socket::Socket;
-use futures::{SinkExt as _, StreamExt as _};
-use serde_json::{Value, json};
-use std::time::Duration;
-use tokio_tungstenite::tungstenite::Message;
+use serde_json::json;
 use uuid::Uuid;
 
 /// More than any policy admits on one allocation.
 const MOST: usize = 1000;
-/// How long a shell may take to end.
-const ENDS_WITHIN: Duration = Duration::from_secs(15);
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -70,8 +63,14 @@ pub(super) const OPEN: Kind = Kind {
     shown: &["/state", "/opened_at"],
 };
 
-const IN_A_LIST: [Column; 5] =
-    [("ID", "/id"), ("STATE", "/state"), ("OPENED", "/opened_at"), ("ENDS BY", "/ends_at"), ("RECORDED", "/recording")];
+const IN_A_LIST: [Column; 6] = [
+    ("ID", "/id"),
+    ("STATE", "/state"),
+    ("OPENED", "/opened_at"),
+    ("DETACHED", "/detached_at"),
+    ("ENDS BY", "/ends_at"),
+    ("RECORDED", "/recording"),
+];
 
 const ALL: [Column; 7] = [
     ("ID", "/id"),
@@ -83,13 +82,14 @@ const ALL: [Column; 7] = [
     ("RECORDED", "/recording"),
 ];
 
-const ALONE: [Column; 13] = [
+const ALONE: [Column; 14] = [
     ("id", "/id"),
     ("state", "/state"),
     ("user", "/user_id"),
     ("allocation", "/allocation_id"),
     ("node", "/node_id"),
     ("opened", "/opened_at"),
+    ("detached", "/detached_at"),
     ("ends by", "/ends_at"),
     ("connections so far", "/attachments"),
     ("recorded", "/recording"),
@@ -122,8 +122,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::End { allocation, session } => {
             let allocation = reference::allocation(&allocation, api).await?;
             let id = session.id_in(&OPEN, &path(allocation), api).await?;
-            end(allocation, id, api).await?;
-            api.out.done(&json!({ "id": id }), &format!("Terminal {id} has ended."))
+            let ended = api.delete(&format!("{}/{id}", path(allocation)), &[]).await?;
+            api.out.done(&ended, &format!("Terminal {id} has ended."))
         }
         Command::Kill { session, reason } => {
             let id = session.id(&TERMINAL_SESSION, api).await?;
@@ -131,39 +131,4 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             api.out.show(&api.post(&path, &json!({ "reason": reason })).await?, &ALONE)
         }
     }
-}
-
-/// Attaches to the session and asks it to end: the gateway is where a user's own sessions are ended.
-async fn end(allocation: Uuid, session: Uuid, api: &Api) -> Result<(), Failure> {
-    let mut socket = connection::attempt(api, allocation, Some(session), None).await.socket?;
-    let exit = Message::Text(json!({ "type": "exit" }).to_string().into());
-    let cut = |why: String| Failure::new(Ended::Network, format!("the connection to the terminal was cut: {why}"));
-    socket.send(exit).await.map_err(|error| cut(error.to_string()))?;
-    let ended = tokio::time::timeout(ENDS_WITHIN, exited(&mut socket)).await;
-    ended
-        .map_err(|_| {
-            Failure::new(Ended::TooLate, format!("the terminal still runs after {} s", ENDS_WITHIN.as_secs()))
-                .next(format!("Look at it: gpuctl terminal {allocation} --session {session}"))
-        })?
-        .map_err(cut)
-}
-
-/// Until the gateway reports the end of the program, or closes the connection with the session.
-async fn exited(socket: &mut Socket) -> Result<(), String> {
-    while let Some(message) = socket.next().await {
-        match message.map_err(|error| error.to_string())? {
-            Message::Text(text) => {
-                let message: Value = serde_json::from_str(&text).unwrap_or_default();
-                if message["type"] == "exit" {
-                    return Ok(());
-                }
-            }
-            Message::Close(frame) => {
-                let code = frame.map_or(1005, |frame| u16::from(frame.code));
-                return if code == 1000 { Ok(()) } else { Err(format!("close code {code}")) };
-            }
-            Message::Binary(_) | Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => {}
-        }
-    }
-    Err("it ended".to_owned())
 }
