@@ -396,11 +396,33 @@ impl BillingAccount {
         Err(Rejection::CurrencyDiffers { account, given })
     }
 
-    /// What could be held for something new: the balance without what is held, and what runs until a window from `now`.
+    /// What could be held for something new: the balance without what is held, and without what runs may cost for a window from `now`. The
+    /// running window may end later than that, where windows were longer when it began: it is covered to its end.
     #[must_use]
     pub fn available(&self, now: Timestamp, window: chrono::TimeDelta) -> Micro {
-        let due: Micro = self.meters.values().map(|meter| meter.held_or_due(now + window)).sum();
-        self.balance.minus(due)
+        let until = self.window.map_or(now + window, |running| running.ends_at.max(now + window));
+        self.balance.minus(self.reserved(until))
+    }
+
+    /// What must be there for all that is held and runs, where the next charge is at `until`.
+    fn reserved(&self, until: Timestamp) -> Micro {
+        self.meters.values().map(|meter| meter.reserved(until)).sum()
+    }
+
+    /// True where the balance covers what can accrue until the next charge. In the grace after a depletion, and after it, each
+    /// allocation has an end of its own instead (`Run::cut_at`).
+    #[must_use]
+    pub fn is_covered_until_the_next_charge(&self) -> bool {
+        let in_grace = self.depletion.is_some_and(|depletion| !depletion.is_over);
+        !self.meters.values().any(Meter::accrues) || !in_grace && self.runs_are_covered()
+    }
+
+    /// The balance is enough for what runs, not counting what is held for others.
+    fn runs_are_covered(&self) -> bool {
+        self.window.is_some_and(|window| {
+            let running = self.meters.values().filter(|meter| meter.run.is_some());
+            running.map(|meter| meter.reserved(window.ends_at)).sum::<Micro>() <= self.balance
+        })
     }
 
     /// What is set aside for what is not active yet.
@@ -483,6 +505,7 @@ impl BillingAccount {
             // Said by somebody who did not know more: it did begin.
             (None, Some(_)) => return Step::stay(Reply::Done),
             (Some(from), until) => {
+                draft.settle_until(from.min(ctx.now), ctx);
                 draft.begin(allocation_id, from, ctx);
                 if let Some(until) = until {
                     draft.settle_until(until.min(ctx.now), ctx);

@@ -87,6 +87,13 @@ pub fn i3_the_balance_is_the_sum_of_its_entries(account: &BillingAccount, postin
     adds_up && account.postings == count && account.balance == sum
 }
 
+/// I3, of what runs: until the next charge no more can accrue than the balance covers, whatever policies, prices and clocks do within a window.
+/// What runs in a grace, or after it, has an end of its own instead.
+#[must_use]
+pub fn i3_what_accrues_is_covered(account: &BillingAccount) -> bool {
+    account.is_covered_until_the_next_charge()
+}
+
 /// Is this account on its way somewhere?
 #[must_use]
 pub const fn account_is_transient(account: &BillingAccount) -> bool {

@@ -2,6 +2,7 @@
 //! minor unit, so that no window of any length at any price loses what it is worth.
 
 use crate::machine::Timestamp;
+use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -149,6 +150,15 @@ impl Rate {
         // Minor units an hour are millionths in 3,600 microseconds.
         Micro::nearest(i128::from(self.0) * micros.max(0) / 3600)
     }
+
+    /// The last instant until which `amount` pays for the time from `from` on, to the microsecond: the inverse of [`Rate::over`]. `None`
+    /// where it pays for longer than can be counted.
+    #[must_use]
+    pub fn paid_until(self, from: Timestamp, amount: Micro) -> Option<Timestamp> {
+        let below_the_next_millionth = (i128::from(amount.0.max(0)) + 1) * 3600 - 1;
+        let micros = below_the_next_millionth.checked_div(i128::from(self.0.max(0)))?;
+        from.checked_add_signed(TimeDelta::microseconds(i64::try_from(micros).ok()?))
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -211,6 +221,21 @@ mod tests {
                 charged = charged.plus(due);
             }
             prop_assert_eq!(charged, Micro::of_minor(amount * i64::from(gpus)).unwrap());
+        }
+
+        #[test]
+        fn paid_until_is_the_last_microsecond_that_the_amount_covers(
+            amount in 0..=HIGHEST_PRICE_MINOR, gpus in 1_u32..=64, micro in 0_i64..=2_000_000_000_000
+        ) {
+            let rate = Rate::of(&Price::new("EUR", amount).unwrap(), gpus);
+            let begin = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
+            match rate.paid_until(begin, Micro::of(micro)) {
+                None => prop_assert_eq!(amount, 0),
+                Some(until) => {
+                    prop_assert!(rate.over(begin, until) <= Micro::of(micro));
+                    prop_assert!(rate.over(begin, until + TimeDelta::microseconds(1)) > Micro::of(micro));
+                }
+            }
         }
 
         #[test]

@@ -140,6 +140,7 @@ impl Auditor {
                 Err(error) if error.took_too_long() => self.skip("I3", row, &error),
                 Err(error) => return Err(error),
             }
+            self.judge("I3", row, invariant::i3_what_accrues_is_covered(&account));
             self.judge("I8", row, ends(row, &account, invariant::account_is_transient(&account)));
         }
         Ok(())

@@ -94,22 +94,65 @@ impl Draft {
         self.postings.push(posting);
     }
 
-    /// The allocation is active since `from`. A window that begins before the one that runs was not heard of in time: it is gone
-    /// through again, which charges what is new alone.
+    /// The allocation is active since `from`.
     pub(super) fn begin(&mut self, id: AllocationId, from: Timestamp, ctx: &Ctx<'_>) {
         let from = from.trunc_subsecs(6);
-        let length = self.length(ctx);
         let Some(meter) = self.account.meters.get_mut(&id).filter(|meter| meter.run.is_none()) else { return };
-        meter.held = Micro::ZERO;
+        let held = std::mem::take(&mut meter.held);
+        let paid_until = meter.rate.paid_until(from, held);
         meter.run = Some(Run::begins(from));
-        if self.account.window.is_none_or(|window| from < window.began_at) {
-            self.account.window = Some(Window { began_at: from, ends_at: from + length });
+        self.shorten_the_window(from, paid_until, ctx);
+        self.cut_where_it_begins_uncovered(id, from, held);
+    }
+
+    /// The next charge comes before what was held for an allocation is used up, however long windows were when the hold was taken, and when
+    /// the running window began. A window that begins before the running one was not known in time: it is gone through again, which
+    /// charges what is new alone.
+    fn shorten_the_window(&mut self, from: Timestamp, paid_until: Option<Timestamp>, ctx: &Ctx<'_>) {
+        let running = self.account.window;
+        let ends_at = [paid_until, running.map(|window| window.ends_at)].into_iter().flatten().min();
+        let ends_at = ends_at.map_or(from + self.length(ctx), |at| at.min(from + self.length(ctx)));
+        let began_at = running.map_or(from, |window| window.began_at.min(from));
+        self.account.window = Some(Window { began_at, ends_at });
+    }
+
+    /// What was held for it may be gone, since money went out: then it is released at once. In a grace it ends with the others; where its
+    /// use was not known when the grace began, it costs no more than what was held for it and the grace.
+    fn cut_where_it_begins_uncovered(&mut self, id: AllocationId, from: Timestamp, held: Micro) {
+        let account = &mut self.account;
+        let grace = account.depletion.filter(|depletion| !depletion.is_over);
+        let is_covered = account.runs_are_covered();
+        let Some(meter) = account.meters.get_mut(&id) else { return };
+        let rate = meter.rate;
+        let costs_nothing = rate.minor_per_hour() == 0;
+        let Some(run) = meter.run.as_mut() else { return };
+        if let Some(Depletion { at, release_at, .. }) = grace {
+            let most = held.plus(rate.over(from.max(at), release_at));
+            let paid_until = rate.paid_until(from, most).map_or(release_at, |at| at.min(release_at));
+            run.cut_at = Some(paid_until.max(from));
+        } else if !is_covered && !costs_nothing {
+            run.cut_at = Some(from);
+            self.events.push(Event::AllocationUncovered { account_id: account.id, allocation_id: id });
         }
+    }
+
+    /// By the clock that ended it, it ran beyond the window that is covered: the account pays what it has for that, and the rest is ours.
+    fn cut_what_ran_beyond_the_window(&mut self, id: AllocationId, until: Timestamp) {
+        let account = &mut self.account;
+        let Some(window) = account.window.filter(|window| window.ends_at < until) else { return };
+        let others = account.meters.iter().filter(|(other, _)| **other != id);
+        let reserved: Micro = others.map(|(_, meter)| meter.reserved(window.ends_at)).sum();
+        let left = account.balance.minus(reserved).max(Micro::ZERO);
+        let Some(meter) = account.meters.get_mut(&id).filter(|meter| meter.accrues()) else { return };
+        let Some(run) = meter.run.as_mut() else { return };
+        let paid_until = meter.rate.paid_until(run.from, run.charged.plus(left));
+        run.cut_at = paid_until.filter(|at| *at < until).map(|at| at.max(run.billed_until));
     }
 
     /// The allocation was active until then and no longer: the rest of its window is charged, or what was charged beyond is given back.
     pub(super) fn end(&mut self, id: AllocationId, until: Timestamp, ctx: &Ctx<'_>) {
         let until = until.trunc_subsecs(6);
+        self.cut_what_ran_beyond_the_window(id, until);
         self.charge(id, until);
         let Some(meter) = self.account.meters.remove(&id) else { return };
         if let Some(run) = meter.run {
@@ -178,11 +221,8 @@ impl Draft {
     /// The first of the windows' ends from which on the next window is not covered.
     fn first_uncovered(&self, more: i64, length: TimeDelta, ends: impl Fn(i64) -> Timestamp) -> Option<Timestamp> {
         let account = &self.account;
-        account.running().find(|(_, run)| run.cut_at.is_none())?;
-        let uncovered = |n: i64| {
-            let needed: Micro = account.meters.values().map(|meter| meter.held_or_due(ends(n) + length)).sum();
-            account.balance < needed
-        };
+        account.meters.values().find(|meter| meter.accrues())?;
+        let uncovered = |n: i64| account.balance < account.reserved(ends(n) + length);
         if !uncovered(more) {
             return None;
         }
@@ -235,7 +275,7 @@ impl Draft {
     /// Money that was there is gone: what is not covered any more ends now, without a grace.
     pub(super) fn money_went_out(&mut self, ctx: &Ctx<'_>) {
         let next = self.account.window.map_or(ctx.now, |window| window.ends_at);
-        let needed: Micro = self.account.meters.values().map(|meter| meter.held_or_due(next)).sum();
+        let needed = self.account.reserved(next);
         if self.account.running().next().is_none() || needed <= self.account.balance {
             return;
         }
@@ -268,8 +308,7 @@ impl Draft {
         let mut uncut = account.clone();
         uncut.meters.values_mut().filter_map(|meter| meter.run.as_mut()).for_each(|run| run.spare(depletion));
         let next = account.window.map_or(ctx.now, |window| window.ends_at);
-        let needed: Micro = uncut.meters.values().map(|meter| meter.held_or_due(next)).sum();
-        if needed <= account.balance {
+        if uncut.reserved(next) <= account.balance {
             *account = BillingAccount { depletion: None, ..uncut };
         }
     }
@@ -329,6 +368,6 @@ impl Draft {
 impl Run {
     /// The cut that this depletion meant does not come.
     fn spare(&mut self, depletion: Depletion) {
-        self.cut_at = self.cut_at.filter(|cut_at| *cut_at < depletion.release_at);
+        self.cut_at = self.cut_at.filter(|cut_at| *cut_at < depletion.at);
     }
 }

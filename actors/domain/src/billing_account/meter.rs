@@ -35,9 +35,15 @@ pub struct Run {
 }
 
 impl Meter {
-    /// What must be there for it: what is set aside, or what it will have cost by `until` and was not posted.
-    pub(super) fn held_or_due(&self, until: Timestamp) -> Micro {
-        self.run.as_ref().map_or(self.held, |run| run.due(self.rate, until))
+    /// What must be there for it: what is set aside; or what it will have cost by `until` and was not posted; or, where its end is set
+    /// already, what it will have cost by then.
+    pub(super) fn reserved(&self, until: Timestamp) -> Micro {
+        self.run.as_ref().map_or(self.held, |run| run.due(self.rate, run.cut_at.unwrap_or(until)))
+    }
+
+    /// It runs, costs something, and no end is set for it.
+    pub(super) fn accrues(&self) -> bool {
+        self.rate.minor_per_hour() > 0 && self.run.is_some_and(|run| run.cut_at.is_none())
     }
 }
 

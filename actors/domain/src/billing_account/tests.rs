@@ -3,12 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod cover;
 mod refunds;
 
 use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
-use crate::invariant::i3_the_balance_is_the_sum_of_its_entries;
+use crate::invariant::{i3_the_balance_is_the_sum_of_its_entries, i3_what_accrues_is_covered};
 use crate::ledger::{Book, Posting};
 use crate::machine::Trace;
 use crate::policy::{PolicyBook, Scope, Value};
@@ -78,6 +79,7 @@ impl Bench {
         self.ledger.extend(step.postings);
         self.said.extend(step.events);
         self.account = step.next;
+        assert!(i3_what_accrues_is_covered(self.it()), "I3 at {}: {:#?}", self.now, self.it());
         Ok(())
     }
 
@@ -106,6 +108,12 @@ impl Bench {
 
     fn pass(&mut self, seconds: i64) {
         self.now += TimeDelta::seconds(seconds);
+        self.tell(Command::Tick).unwrap();
+    }
+
+    /// The clock goes on to when the account wants its next tick, which comes.
+    fn tick_when_due(&mut self) {
+        self.now = self.it().timer().unwrap_or(self.now).max(self.now);
         self.tell(Command::Tick).unwrap();
     }
 
@@ -498,6 +506,12 @@ enum Move {
     Pass {
         seconds: u32,
     },
+    /// The clock goes on, and no tick comes.
+    Drift {
+        millis: u32,
+    },
+    /// The next tick comes exactly when it is due.
+    Due,
     GoBack {
         seconds: u16,
     },
@@ -508,6 +522,13 @@ enum Move {
         seconds: u16,
     },
     Give {
+        minor: u16,
+    },
+    Take {
+        minor: u16,
+    },
+    /// The processor takes back a part of a payment.
+    Reverse {
         minor: u16,
     },
 }
@@ -525,7 +546,11 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
         1 => (0_u16..3_600).prop_map(|seconds| Move::GoBack { seconds }),
         1 => (1_u16..=3_600).prop_map(|seconds| Move::Window { seconds }),
         1 => (0_u16..7_200).prop_map(|seconds| Move::Grace { seconds }),
+        2 => (0_u32..=120_000).prop_map(|millis| Move::Drift { millis }),
+        4 => Just(Move::Due),
         2 => (1_u16..20_000).prop_map(|minor| Move::Give { minor }),
+        1 => (1_u16..5_000).prop_map(|minor| Move::Take { minor }),
+        1 => (1_u16..5_000).prop_map(|minor| Move::Reverse { minor }),
     ];
     prop::collection::vec(one, 0..120)
 }
@@ -546,11 +571,12 @@ struct Life {
     /// What was said and is on its way.
     bus: Vec<Command>,
     heard: usize,
+    reversals: usize,
 }
 
 impl Life {
     fn new() -> Self {
-        Self { bench: Bench::with(3_000), truths: Vec::new(), bus: Vec::new(), heard: 0 }
+        Self { bench: Bench::with(3_000), truths: Vec::new(), bus: Vec::new(), heard: 0, reversals: 0 }
     }
 
     fn say(&mut self, n: usize) {
@@ -631,10 +657,23 @@ impl Life {
                 }
             }
             Move::Pass { seconds } => self.bench.pass(seconds.into()),
+            Move::Drift { millis } => self.bench.now += TimeDelta::milliseconds(millis.into()),
+            Move::Due => self.bench.tick_when_due(),
             Move::GoBack { seconds } => self.bench.now -= TimeDelta::seconds(seconds.into()),
             Move::Window { seconds } => self.bench.set(Key::BillingWindow, seconds.into()),
             Move::Grace { seconds } => self.bench.set(Key::BillingDepletionGrace, seconds.into()),
             Move::Give { minor } => self.bench.give(minor.into()),
+            Move::Take { minor } => {
+                let amount_minor = -i64::from(minor);
+                let taken = self.bench.tell(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() });
+                assert!(matches!(taken, Ok(()) | Err(Rejection::InsufficientBalance { .. })), "{taken:?}");
+            }
+            Move::Reverse { minor } => {
+                self.reversals += 1;
+                let (reversal_id, payment_id) = (format!("re_{}", self.reversals), PaymentId(Uuid::from_u128(5)));
+                let amount_minor = minor.into();
+                self.bench.tell(Command::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
+            }
         }
         self.obey();
         // All of it is added up in the end.
@@ -642,7 +681,7 @@ impl Life {
         assert_eq!((self.bench.it().postings, self.bench.it().balance), last);
         let given = self.bench.ledger.iter().filter(|it| it.kind == PostingKind::Credit).count();
         assert!(
-            self.bench.depletions() <= given + 2 * self.truths.len(),
+            self.bench.depletions() <= given + self.reversals + 2 * self.truths.len(),
             "depleted once for each time that money was there, something else was covered or something ended"
         );
     }
