@@ -251,9 +251,9 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     let id = node.id.to_string();
     let listed = gpuctl.run(&["nodes", "list", "--state", "active"]).await.ok();
     assert!(listed.contains(&id) && listed.contains(&node.name), "{listed}");
-    let set = ["policy", "set", "billing.window_seconds", "120", "--plan", "trial", "--reason", "a test wants it"];
+    let set = ["policy", "set", "terminal.token_ttl_seconds", "120", "--plan", "trial", "--reason", "a test wants it"];
     assert!(gpuctl.run(&set).await.ok().contains("120"));
-    let holds = ["-o", "json", "policy", "resolve", "billing.window_seconds", "--plan", "trial"];
+    let holds = ["-o", "json", "policy", "resolve", "terminal.token_ttl_seconds", "--plan", "trial"];
     let mut held = Value::Null;
     for _ in 0..100 {
         held = gpuctl.run(&holds).await.json();
@@ -265,7 +265,7 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     assert_eq!((&held["value"], &held["source"]), (&json!(120), &json!("plan")), "{held}");
     let bad = gpuctl.run(&["policy", "set", "billing.window_seconds", "0", "--reason", "too small"]).await.failed(2);
     assert!(bad.contains("policy_out_of_bounds"), "{bad}");
-    let taken = ["policy", "unset", "billing.window_seconds", "--plan", "trial", "--reason", "a test wants it"];
+    let taken = ["policy", "unset", "terminal.token_ttl_seconds", "--plan", "trial", "--reason", "a test wants it"];
     gpuctl.run(&taken).await.ok();
     assert!(gpuctl.run(&["policy", "catalog"]).await.ok().contains("billing.window_seconds"));
 

@@ -2,10 +2,12 @@
 //! `Ctx::policy`: a [`PolicyBook`], which resolves it for whom it is asked. Who sets a value asks the machine of its scope,
 //! [`ScopeValues`].
 
+mod applies_to;
 mod book;
 mod scope_values;
 
-pub use book::{Crossing, PolicyBook, Resolved, Scope, Scopes};
+pub use applies_to::AppliesTo;
+pub use book::{Crossing, NotAdmitted, PolicyBook, Resolved, Scope, Scopes};
 pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, TakeBack, Written};
 
 use serde::{Deserialize, Serialize};
@@ -49,8 +51,18 @@ pub enum Bounds {
     },
 }
 
+/// Whom a row applies to: the callers of requests, where it does not say.
+macro_rules! applies_to {
+    () => {
+        AppliesTo::Caller
+    };
+    ($applies_to:ident) => {
+        AppliesTo::$applies_to
+    };
+}
+
 macro_rules! policy_keys {
-    ($($variant:ident = $name:literal: $bounds:expr, $meaning:literal;)+) => {
+    ($($variant:ident = $name:literal $(for $applies_to:ident)?: $bounds:expr, $meaning:literal;)+) => {
         /// A key of the policy catalog.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
         #[serde(into = "&'static str", try_from = "String")]
@@ -77,6 +89,12 @@ macro_rules! policy_keys {
                 match self { $(Self::$variant => $bounds),+ }
             }
 
+            /// Whom its values are resolved for, and with that in which scopes it may be set.
+            #[must_use]
+            pub const fn applies_to(self) -> AppliesTo {
+                match self { $(Self::$variant => applies_to!($($applies_to)?)),+ }
+            }
+
             #[must_use]
             pub const fn meaning(self) -> &'static str {
                 match self { $(Self::$variant => $meaning),+ }
@@ -98,16 +116,16 @@ const fn switch(default: bool) -> Bounds {
 }
 
 policy_keys! {
-    BillingLowBalanceThreshold = "billing.low_balance_threshold_minor": int(500, 0, 10_000_000), "Minor units below which a warning fires.";
-    BillingWindow = "billing.window_seconds": int(60, 1, 3600), "Length of a billing window.";
+    BillingLowBalanceThreshold = "billing.low_balance_threshold_minor" for AccountHolder: int(500, 0, 10_000_000), "Minor units below which a warning fires.";
+    BillingWindow = "billing.window_seconds" for AccountHolder: int(60, 1, 3600), "Length of a billing window.";
     BillingMinimumDeposit = "billing.minimum_deposit_minor": int(1000, 50, 1_000_000), "Smallest checkout amount.";
     BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest checkout amount.";
     BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Payments that may wait for one user to pay them at once.";
-    BillingDepletionGrace = "billing.depletion_grace_seconds": int(0, 0, 86_400), "How long an uncovered allocation runs on.";
-    BillingAdjustmentMax = "billing.adjustment_max_minor": int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
-    BillingWebhookMaxAttempts = "billing.webhook_max_attempts": int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
+    BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(0, 0, 86_400), "How long an uncovered allocation runs on.";
+    BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
+    BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
-    AllocationRefundWindow = "allocation.refund_window_days": int(30, 0, 365), "Refund eligibility.";
+    AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "Refund eligibility.";
     AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", "full-reimage"]), "How a node is cleaned after a tenant.";
     AllocationProvisioningTimeout = "allocation.provisioning_timeout_seconds": int(600, 5, 86_400), "How long provisioning may take.";
     AllocationReleaseTimeout = "allocation.release_timeout_seconds": int(600, 5, 86_400), "How long one clean-up attempt may take.";
@@ -119,8 +137,8 @@ policy_keys! {
     RateLimitTerminalToken = "rate_limit.terminal_token_requests_per_minute": int(10, 1, 100_000), "Terminal token minting.";
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";
     RateLimitAdminOverview = "rate_limit.admin_overview_requests_per_minute": int(600, 1, 1_000_000), "Admin overview polling.";
-    RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute": int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
-    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute": int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
+    RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute" for Service: int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
+    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a terminal session to which nobody is connected waits for a connection to come back.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
@@ -132,24 +150,24 @@ policy_keys! {
     TerminalRecordingMaxUser = "terminal.recording_max_user_mib": int(4096, 1, 1_048_576), "Recordings that are kept of one user; over it recording fails.";
     TerminalRecordingMaxTotal = "terminal.recording_max_total_mib": int(65_536, 1, 16_777_216), "Recordings that are kept altogether; over it recording fails.";
     TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
-    NotificationLowBalance = "notification.low_balance_enabled": switch(true), "Low-balance alerts.";
-    NotificationBalanceDepleted = "notification.balance_depleted_enabled": switch(true), "Depletion alerts.";
+    NotificationLowBalance = "notification.low_balance_enabled" for AccountHolder: switch(true), "Low-balance alerts.";
+    NotificationBalanceDepleted = "notification.balance_depleted_enabled" for AccountHolder: switch(true), "Depletion alerts.";
     NotificationConnections = "notification.connections_per_user": int(32, 1, 1000), "Connections for notifications that one user may have open.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
     AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";
     SshKeyMaxPerUser = "ssh_key.max_per_user": int(100, 1, 1000), "SSH keys that one user may have registered at once.";
     MaasEnabled = "maas.enabled": switch(false), "Bare-metal provider integration.";
-    NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds": int(3600, 5, 86_400), "Life of an enrollment token.";
-    NodeMaxRecoveries = "node.max_recoveries": int(5, 0, 1000), "Recoveries of one identity.";
-    NodeOfflineAfter = "node.offline_after_seconds": int(90, 10, 3600), "Silence after which a node counts as offline.";
-    NodeCertificateTtl = "node.certificate_ttl_seconds": int(86_400, 30, 2_592_000), "Life of a node certificate.";
-    NodeTaskTimeout = "node.task_timeout_seconds": int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
-    NodeDrainOverdue = "node.drain_overdue_seconds": int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
-    KeysTaskGrace = "keys.task_grace_seconds": int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";
-    KeysRenewalSpread = "keys.renewal_spread_seconds": int(600, 1, 86_400), "Over how long nodes renew their certificates when the authority of these goes.";
-    KeysRotationOverdue = "keys.rotation_overdue_seconds": int(604_800, 60, 31_536_000), "How long a key may wait for the next step of its rotation before it shows as overdue.";
-    SkuApprovalTtl = "sku.approval_ttl_seconds": int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
+    NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds" for Service: int(3600, 5, 86_400), "Life of an enrollment token.";
+    NodeMaxRecoveries = "node.max_recoveries" for Service: int(5, 0, 1000), "Recoveries of one identity.";
+    NodeOfflineAfter = "node.offline_after_seconds" for Service: int(90, 10, 3600), "Silence after which a node counts as offline.";
+    NodeCertificateTtl = "node.certificate_ttl_seconds" for Service: int(86_400, 30, 2_592_000), "Life of a node certificate.";
+    NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
+    NodeDrainOverdue = "node.drain_overdue_seconds" for Service: int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
+    KeysTaskGrace = "keys.task_grace_seconds" for Service: int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";
+    KeysRenewalSpread = "keys.renewal_spread_seconds" for Service: int(600, 1, 86_400), "Over how long nodes renew their certificates when the authority of these goes.";
+    KeysRotationOverdue = "keys.rotation_overdue_seconds" for Service: int(604_800, 60, 31_536_000), "How long a key may wait for the next step of its rotation before it shows as overdue.";
+    SkuApprovalTtl = "sku.approval_ttl_seconds" for Service: int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 
 /// Keys that bound each other: the first is never over the second, for anybody, at any time.
@@ -219,13 +237,6 @@ impl Key {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} does not admit {value:?}; it takes {:?}", key.name(), key.bounds())]
-pub struct OutOfBounds {
-    pub key: Key,
-    pub value: Value,
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -236,7 +247,7 @@ mod tests {
     fn the_catalog_is_as_reviewed() {
         let mut table = String::new();
         for key in Key::ALL {
-            writeln!(table, "{} {:?}", key.name(), key.bounds()).unwrap();
+            writeln!(table, "{} {:?} {:?}", key.name(), key.applies_to(), key.bounds()).unwrap();
         }
         insta::assert_snapshot!(table);
     }

@@ -85,8 +85,14 @@ impl Scope {
     }
 }
 
-const CATALOG: [Column; 5] =
-    [("KEY", "/key"), ("TYPE", "/type"), ("DEFAULT", "/default"), ("BOUNDS", "/bounds"), ("MEANING", "/meaning")];
+const CATALOG: [Column; 6] = [
+    ("KEY", "/key"),
+    ("TYPE", "/type"),
+    ("DEFAULT", "/default"),
+    ("BOUNDS", "/bounds"),
+    ("SCOPES", "/scopes"),
+    ("MEANING", "/meaning"),
+];
 const VALUES: [Column; 6] = [
     ("KEY", "/key"),
     ("VALUE", "/value"),

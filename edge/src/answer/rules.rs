@@ -58,6 +58,19 @@ impl Explain for policy::Rejection {
         use policy::Rejection as R;
         match self {
             R::OutOfBounds { key, value } => not_admitted(key, &value.to_string()),
+            R::Scope { key, scope } => {
+                let kinds = key.applies_to().scope_kinds();
+                ApiError::invalid_request(format!(
+                    "{} cannot be set in scope `{}`: {}. Set it in one of the scopes {} (`global` is an empty `scope`).",
+                    key.name(),
+                    scope.kind(),
+                    key.applies_to().reason(),
+                    kinds.join(", ")
+                ))
+                .detail("field", "scope")
+                .detail("key", key.name())
+                .detail("scopes", serde_json::json!(kinds))
+            }
             R::Crosses { key, low, high, crossing } => {
                 let policy::Crossing { at, low: smallest, high: largest, with } = crossing;
                 let (low, high) = (low.name(), high.name());

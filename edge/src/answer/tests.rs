@@ -163,6 +163,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         policy::Rejection::OutOfBounds { key: low, value: policy::Value::Int(1) },
         policy::Rejection::OutOfBounds { key: Key::MaasEnabled, value: policy::Value::Int(1) },
         policy::Rejection::OutOfBounds { key: Key::TerminalRecordingMode, value: policy::Value::Bool(true) },
+        policy::Rejection::Scope { key: Key::BillingWindow, scope: policy::Scope::Plan("gold".into()) },
         policy::Rejection::Crosses { key: low, low, high, crossing },
         policy::Rejection::Differs { key: low, current: None },
         policy::Rejection::Differs { key: low, current: Some(policy::Value::Int(7)) },

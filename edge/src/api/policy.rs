@@ -115,6 +115,9 @@ pub(super) struct KeyView {
     /// What holds where nothing is set.
     #[schema(value_type = Given)]
     default: Value,
+    /// The kinds of scopes for which it can be set, most specific first.
+    #[schema(example = json!(["user_id", "org_id", "global"]))]
+    scopes: &'static [&'static str],
     meaning: &'static str,
 }
 
@@ -168,7 +171,7 @@ pub(super) struct ResolvedView {
     effective_at: Option<DateTime<Utc>>,
 }
 
-/// The catalog: every key with its type, bounds, default and meaning.
+/// The catalog: every key with its type, bounds, default, meaning, and the kinds of scopes for which it can be set.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The catalog.", body = Catalog)))]
 pub(super) async fn catalog(_: ByAdmin) -> Json<Catalog> {
     let entry = |key: &Key| KeyView {
@@ -180,6 +183,7 @@ pub(super) async fn catalog(_: ByAdmin) -> Json<Catalog> {
         },
         bounds: bounds_of(*key),
         default: key.default_value(),
+        scopes: key.applies_to().scope_kinds(),
         meaning: key.meaning(),
     };
     Json(Catalog { items: Key::ALL.iter().map(entry).collect() })
@@ -220,6 +224,8 @@ pub(super) async fn list(
 
 /// Sets a value for a scope, at once or from an instant on.
 ///
+/// A key can be set for the kinds of scopes that the catalog names for it: in another a value would never win, and is refused.
+///
 /// Every process sees it within a second; while the message bus is down, within a minute.
 #[utoipa::path(
     post,
@@ -256,7 +262,8 @@ pub(super) async fn write(
 
 /// What holds for a caller of these scopes, and which scope won.
 ///
-/// The most specific one does: user, project, organisation, plan, everybody.
+/// The most specific one that the key can be set for does: user, project, organisation, plan, everybody. What a billing account goes by is
+/// resolved for its holder: for the organisation, where the caller has one, and else for the user.
 #[utoipa::path(
     get,
     path = "/",

@@ -1,6 +1,6 @@
 //! What holds for whom, and since when.
 
-use super::{Bounds, Key, OutOfBounds, Value};
+use super::{AppliesTo, Bounds, Key, Value};
 use crate::authz::{Caller, Principal};
 use crate::machine::Timestamp;
 use chrono::TimeDelta;
@@ -68,14 +68,17 @@ impl Scopes {
         Self::default()
     }
 
-    fn most_specific_first(&self) -> impl Iterator<Item = Scope> {
+    /// Of those that decide about such a key. An account is the organization's wherever a token names one.
+    fn most_specific_first(&self, applies_to: AppliesTo) -> impl Iterator<Item = Scope> {
+        let is_of_an_org = matches!(applies_to, AppliesTo::AccountHolder) && self.org_id.is_some();
         let named = [
-            self.user_id.clone().map(Scope::UserId),
+            self.user_id.clone().filter(|_| !is_of_an_org).map(Scope::UserId),
             self.project_id.clone().map(Scope::ProjectId),
             self.org_id.clone().map(Scope::OrgId),
             self.plan.clone().map(Scope::Plan),
         ];
-        named.into_iter().flatten().chain([Scope::Global])
+        let named = named.into_iter().flatten().chain([Scope::Global]);
+        named.filter(move |scope| applies_to.scope_kinds().contains(&scope.kind()))
     }
 
     /// Somebody who is in both scopes, if anybody can be.
@@ -125,6 +128,15 @@ pub struct Resolved {
     pub by: Option<(Scope, Timestamp)>,
 }
 
+/// A value that a key cannot have, or cannot have there.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotAdmitted {
+    #[error("{} does not admit {value:?}; it takes {:?}", key.name(), key.bounds())]
+    Value { key: Key, value: Value },
+    #[error("{} has no value for {scope}: {}", key.name(), key.applies_to().reason())]
+    Scope { key: Key, scope: Scope },
+}
+
 /// Two keys that bound each other, crossing for somebody.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Crossing {
@@ -145,10 +157,13 @@ impl PolicyBook {
     /// Enters a value. What the key does not admit is not entered.
     ///
     /// # Errors
-    /// [`OutOfBounds`] where the value is of another type or outside the key's bounds.
-    pub fn set(&mut self, key: Key, scope: Scope, effective_at: Timestamp, value: Value) -> Result<(), OutOfBounds> {
+    /// [`NotAdmitted`]
+    pub fn set(&mut self, key: Key, scope: Scope, effective_at: Timestamp, value: Value) -> Result<(), NotAdmitted> {
         if !key.admits(&value) {
-            return Err(OutOfBounds { key, value });
+            return Err(NotAdmitted::Value { key, value });
+        }
+        if !key.can_be_set_for(&scope) {
+            return Err(NotAdmitted::Scope { key, scope });
         }
         self.values.entry(scope).or_default().entry(key).or_default().insert(effective_at, value);
         Ok(())
@@ -168,7 +183,7 @@ impl PolicyBook {
             let (since, value) = of_key.range(..=now).next_back()?;
             Some(Resolved { value: value.clone(), by: Some((scope, *since)) })
         };
-        let found = scopes.most_specific_first().find_map(in_force);
+        let found = scopes.most_specific_first(key.applies_to()).find_map(in_force);
         found.unwrap_or_else(|| Resolved { value: key.default_value(), by: None })
     }
 
@@ -248,6 +263,7 @@ impl PolicyBook {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::billing_account::Holder;
 
     fn at(second: i64) -> Timestamp {
         Timestamp::from_timestamp(second, 0).unwrap()
@@ -294,6 +310,37 @@ mod tests {
         book.set(key, Scope::Global, at(5), Value::Int(30)).unwrap();
         let resolved = book.look_up(key, &ann, at(9));
         assert_eq!(resolved, Resolved { value: Value::Int(30), by: Some((Scope::Global, at(5))) });
+    }
+
+    #[test]
+    fn value_in_a_scope_that_nothing_reads_is_not_entered_and_never_wins() {
+        let mut book = PolicyBook::default();
+        let (window, offline) = (Key::BillingWindow, Key::NodeOfflineAfter);
+        for scope in [Scope::ProjectId("p".into()), Scope::Plan("pro".into())] {
+            let refused = book.set(window, scope.clone(), at(0), Value::Int(7));
+            assert_eq!(refused, Err(NotAdmitted::Scope { key: window, scope }));
+        }
+        assert!(book.set(offline, Scope::UserId("ann".into()), at(0), Value::Int(30)).is_err());
+        assert_eq!(book, PolicyBook::default());
+    }
+
+    #[test]
+    fn account_of_an_organization_is_resolved_for_the_organization_whoever_rents() {
+        let mut book = PolicyBook::default();
+        let (window, ssh_keys) = (Key::BillingWindow, Key::SshKeyMaxPerUser);
+        let (user, org) = (Scope::UserId("ann".into()), Scope::OrgId("acme".into()));
+        for key in [window, ssh_keys] {
+            book.set(key, user.clone(), at(0), Value::Int(30)).unwrap();
+            book.set(key, org.clone(), at(0), Value::Int(90)).unwrap();
+        }
+        let ann = Scopes { user_id: Some("ann".into()), plan: Some("pro".into()), ..Scopes::default() };
+        let ann_at_acme = Scopes { org_id: Some("acme".into()), ..ann.clone() };
+        for scopes in [&ann, &ann_at_acme] {
+            let holder = Holder::paying_for("ann", scopes.org_id.as_deref());
+            assert_eq!(book.resolve(window, scopes, at(1)), book.resolve(window, &holder.scopes(), at(1)));
+        }
+        assert_eq!(book.resolve(window, &ann_at_acme, at(1)), (Value::Int(90), Some(org)));
+        assert_eq!(book.resolve(ssh_keys, &ann_at_acme, at(1)), (Value::Int(30), Some(user)));
     }
 
     const DEPOSITS: (Key, Key) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);

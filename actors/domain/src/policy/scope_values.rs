@@ -118,6 +118,8 @@ pub enum Rejection {
     NotSet { key: Key },
     #[error("{} does not admit {value}", key.name())]
     OutOfBounds { key: Key, value: Value },
+    #[error("{} has no value for {scope}", key.name())]
+    Scope { key: Key, scope: Scope },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
     Crosses { key: Key, low: Key, high: Key, crossing: Crossing },
     #[error("the value is another")]
@@ -187,6 +189,9 @@ impl ScopeValues {
         let NewValue { scope: _, key, value, effective_at, reason, expected } = new;
         if !key.admits(&value) {
             return Err(Rejection::OutOfBounds { key, value });
+        }
+        if !key.can_be_set_for(&self.scope) {
+            return Err(Rejection::Scope { key, scope: self.scope.clone() });
         }
         let now = self.now(ctx.now);
         let effective_at = instant(effective_at, now)?;

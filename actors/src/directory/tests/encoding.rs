@@ -653,6 +653,7 @@ fn of_a_scopes_policy_values() {
     let rejections = [
         Rejection::NotFound,
         Rejection::OutOfBounds { key: low, value: values[2].clone() },
+        Rejection::Scope { key: low, scope: Scope::Global },
         Rejection::Crosses { key: low, low, high, crossing },
         Rejection::Differs { key: low, current: None },
         Rejection::Differs { key: low, current: Some(values[1].clone()) },

@@ -42,6 +42,9 @@ async fn the_catalog_names_every_key_with_its_type_bounds_default_and_meaning() 
     assert_eq!(window["bounds"], json!({ "min": 1, "max": 3600 }));
     assert_eq!(entry("terminal.recording_mode")["bounds"], json!({ "enum": ["best-effort", "strict"] }));
     assert_eq!(entry("maas.enabled")["type"], "bool");
+    assert_eq!(window["scopes"], json!(["user_id", "org_id", "global"]));
+    assert_eq!(entry(QUOTA)["scopes"], json!(["user_id", "project_id", "org_id", "plan", "global"]));
+    assert_eq!(entry("node.max_recoveries")["scopes"], json!(["global"]));
     assert!(catalog.as_array().unwrap().iter().all(|entry| entry["meaning"].as_str().unwrap().len() > 5));
 }
 
@@ -64,6 +67,32 @@ async fn the_most_specific_scope_wins_and_the_answer_says_so() {
         assert!(resolved["effective_at"].is_string());
     }
     world.resolves("&user_id=ann", &json!(7), "global").await;
+}
+
+#[tokio::test]
+async fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused_with_the_scopes_it_can_have() {
+    let world = World::new().await;
+    let window = |scope: Value| [("key", json!("billing.window_seconds")), ("value", json!(120)), ("scope", scope)];
+    for kind in ["project_id", "plan"] {
+        let refused = world.write(&window(json!({ kind: "x" }))).await;
+        let details = refused.refused(400, "invalid_request");
+        assert_eq!((&details["field"], &details["scopes"]), (&json!("scope"), &json!(["user_id", "org_id", "global"])));
+    }
+    let outage =
+        [("key", json!("node.offline_after_seconds")), ("value", json!(30)), ("scope", json!({ "user_id": "ann" }))];
+    assert_eq!(world.write(&outage).await.refused(400, "invalid_request")["scopes"], json!(["global"]));
+    // An organization's account goes by the organization's value, whoever rents.
+    world.write(&window(json!({ "user_id": "ann" }))).await.is(201);
+    world.write(&[window(json!({ "org_id": "acme" })).to_vec(), vec![("value", json!(90))]].concat()).await.is(201);
+    let path = format!("{VALUES}/resolve?key=billing.window_seconds&user_id=ann&org_id=acme&plan=gold");
+    for _ in 0..100 {
+        let resolved = world.get(&path).admin().send().await.is(200).clone();
+        if (&resolved["value"], &resolved["scope"]) == (&json!(90), &json!({ "org_id": "acme" })) {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    panic!("the organization's value does not win");
 }
 
 #[tokio::test]

@@ -299,3 +299,28 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused() {
+    let window = |scope| NewValue { scope, key: Key::BillingWindow, ..new(120) };
+    for scope in [Scope::ProjectId("p".into()), Scope::Plan("pro".into())] {
+        let refused = write(None, window(scope.clone()), 0);
+        assert_eq!(refused, Err(Rejection::Scope { key: Key::BillingWindow, scope }));
+    }
+    for scope in [Scope::UserId("ann".into()), Scope::OrgId("acme".into()), Scope::Global] {
+        write(None, window(scope), 0).unwrap();
+    }
+}
+
+#[test]
+fn value_that_an_earlier_release_stored_in_such_a_scope_is_read_holds_nowhere_and_can_be_taken_back() {
+    let scope = Scope::Plan("pro".into());
+    let mut stored = write(None, NewValue { scope: scope.clone(), ..new(10) }, 0).unwrap();
+    stored.values[0].key = Key::BillingWindow.name().to_owned();
+    let mut book = PolicyBook::default();
+    assert_eq!(stored.enter(&mut book), ["billing.window_seconds"]);
+    let of_the_plan = Scopes { plan: Some("pro".into()), ..Scopes::default() };
+    assert_eq!(book.resolve(Key::BillingWindow, &of_the_plan, at(1)), (Value::Int(60), None));
+    let gone = take_back(&stored, TakeBack { key: Key::BillingWindow, ..in_force() }, 5).unwrap();
+    assert!(gone.values.is_empty());
+}

@@ -1,0 +1,46 @@
+//! Whom a policy key applies to.
+
+use super::{Key, Scope};
+
+/// Whom a key's values are resolved for. A key can be set in the scopes that its readers know, and in no other: elsewhere a value would
+/// never win.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AppliesTo {
+    /// Who makes a request, as their token names them: user, project, organization and plan.
+    Caller,
+    /// The holder of a billing account: a user, or the organization that the users' tokens name. In an organization's account no user has
+    /// a value of their own.
+    AccountHolder,
+    /// The service as a whole.
+    Service,
+}
+
+impl AppliesTo {
+    /// The kinds of scopes in which such a key can be set, most specific first, as the API names them.
+    #[must_use]
+    pub const fn scope_kinds(self) -> &'static [&'static str] {
+        match self {
+            Self::Caller => &["user_id", "project_id", "org_id", "plan", "global"],
+            Self::AccountHolder => &["user_id", "org_id", "global"],
+            Self::Service => &["global"],
+        }
+    }
+
+    /// Why a key has no value in other scopes, in an administrator's words.
+    #[must_use]
+    pub const fn reason(self) -> &'static str {
+        match self {
+            Self::Caller => "it applies to the caller of a request",
+            Self::AccountHolder => "it applies to a billing account, which a user or an organization holds",
+            Self::Service => "it applies to the service as a whole",
+        }
+    }
+}
+
+impl Key {
+    /// True where a value of this scope can win for somebody.
+    #[must_use]
+    pub fn can_be_set_for(self, scope: &Scope) -> bool {
+        self.applies_to().scope_kinds().contains(&scope.kind())
+    }
+}
