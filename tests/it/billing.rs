@@ -9,9 +9,9 @@ use uuid::Uuid;
 
 pub(crate) const BALANCE: &str = "/api/v1/billing/balance";
 
-/// A world whose windows last a second, and in which nobody has money.
+/// A world whose windows last a second, without a grace after the last one, and in which nobody has money.
 pub(crate) fn short_windows() -> Plan {
-    World::plan().penniless().policy("billing.window_seconds", 1)
+    World::plan().penniless().policy("billing.window_seconds", 1).policy("billing.depletion_grace_seconds", 0)
 }
 
 /// A SKU at 36,000 minor units an hour, 10 a second, of which a node has 8 GPUs.

@@ -152,7 +152,8 @@ async fn a_low_balance_is_told_to_its_holder_alone_and_where_the_switch_is_on() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_depleted_balance_is_told_with_when_what_runs_is_released() {
-    let mut world = World::plan().penniless().policy("billing.window_seconds", 1).start().await;
+    let plan = World::plan().penniless().policy("billing.window_seconds", 1);
+    let mut world = plan.policy("billing.depletion_grace_seconds", 2).start().await;
     let sku = world.offer("dear", 8).await;
     let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 36_000 } });
     world.admin.insist(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();

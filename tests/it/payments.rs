@@ -14,12 +14,13 @@ const BALANCE: &str = "/api/v1/billing/balance";
 const CHECKOUT: &str = "/api/v1/billing/checkout-sessions";
 const REFUNDS: &str = "/api/v1/billing/refunds";
 
-/// A world whose windows last a second, in which nobody has money and everybody can pay.
+/// A world whose windows last a second, without a grace after the last one, in which nobody has money and everybody can pay.
 fn short_windows() -> Plan {
     World::plan()
         .penniless()
         .with_processor()
         .policy("billing.window_seconds", 1)
+        .policy("billing.depletion_grace_seconds", 0)
         .policy("billing.minimum_deposit_minor", 50)
 }
 

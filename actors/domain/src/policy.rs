@@ -121,7 +121,7 @@ policy_keys! {
     BillingMinimumDeposit = "billing.minimum_deposit_minor": int(1000, 50, 1_000_000), "Smallest checkout amount.";
     BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest checkout amount.";
     BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Payments that may wait for one user to pay them at once.";
-    BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(0, 0, 86_400), "How long an uncovered allocation runs on.";
+    BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(300, 0, 86_400), "How long an uncovered allocation runs on.";
     BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
     BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";

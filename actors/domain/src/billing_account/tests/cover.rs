@@ -152,6 +152,20 @@ fn usage_that_was_not_known_when_a_grace_began_costs_its_hold_and_the_grace_at_m
 }
 
 #[test]
+fn uncovered_usage_is_released_after_five_minutes_by_default() {
+    let mut bench = Bench::with(10);
+    bench.rent(1, 600);
+    bench.pass(60);
+    assert_eq!(bench.it().deadline().unwrap().at, bench.now + seconds(300));
+    bench.pass(299);
+    assert!(!is_uncovered(&bench, 1));
+    bench.pass(1);
+    assert!(is_uncovered(&bench, 1));
+    bench.use_of(1, begin(), Some(bench.now));
+    assert_eq!(bench.it().balance, Micro::of_minor(-50).unwrap());
+}
+
+#[test]
 fn longer_grace_set_within_a_grace_does_not_prolong_it() {
     let mut bench = Bench::with(10);
     bench.set(Key::BillingDepletionGrace, 30);
