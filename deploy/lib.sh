@@ -202,6 +202,46 @@ ensure_faketime() {
     rm -rf "$folder"
 }
 
+# A Debian for systemd-nspawn to boot, in which tests run the units of deploy/systemd: this machine's own release, since it runs the
+# programs that are built here, with systemd and Postgres. systemd-nspawn and mmdebstrap come out of Debian's packages, unpacked and not
+# installed.
+machine_packages=systemd-sysv,libnss-systemd,postgresql,e2fsprogs,procps
+ensure_machine() {
+    local folder=$tools/machine suite stamp
+    suite=$(. /etc/os-release && printf '%s' "${ID:-}:${VERSION_CODENAME:-}")
+    if [ "$(id -u)" -ne 0 ] || [[ $suite != debian:?* ]]; then
+        say "no machine for the tests of the units: making one needs root and Debian"
+        return 0
+    fi
+    suite=${suite#debian:}
+    stamp="$suite $machine_packages"
+    [ "$(cat "$folder/made-of" 2>/dev/null)" != "$stamp" ] || return 0
+    say "making a Debian $suite for the tests of the units in .dev/tools/machine"
+    rm -rf "$folder"
+    mkdir -p "$folder/packages"
+    apt_download "$folder/packages" systemd-container libsystemd-shared mmdebstrap || {
+        apt ca-certificates perl
+        apt_download "$folder/packages" systemd-container libsystemd-shared mmdebstrap
+    } || fail "apt cannot download: systemd-container libsystemd-shared mmdebstrap."
+    local package
+    for package in "$folder"/packages/*.deb; do
+        dpkg -x "$package" "$folder/programs"
+    done
+    PATH=$folder/programs/usr/bin:$PATH mmdebstrap --quiet --variant=minbase --include="$machine_packages" \
+        --aptopt='Acquire::Languages "none"' --aptopt='APT::Install-Recommends "false"' \
+        --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+        --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/lib/postgresql/*/lib/bitcode/*' \
+        "$suite" "$folder/tree" || fail "mmdebstrap cannot make a Debian $suite; its archive must be reachable."
+    # The tests share the host's network: the socket is the only way to this Postgres.
+    local cluster
+    for cluster in "$folder"/tree/etc/postgresql/*/main; do
+        printf "listen_addresses = ''\n" >"$cluster/conf.d/socket-only.conf"
+    done
+    rm -rf "$folder/packages"
+    # Last, so that a half-made one is made again.
+    printf '%s\n' "$stamp" >"$folder/made-of"
+}
+
 apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
 
 ensure_envoy() {
@@ -300,6 +340,7 @@ ensure_test_tools() {
     ensure_processor
     ensure_proxies
     ensure_faketime
+    ensure_machine
     from_npm browser playwright-core "what drives the browser"
 }
 

@@ -249,7 +249,7 @@ fn database(variables: &mut Variables<'_>) -> (String, Option<PathBuf>) {
     const CA: &str = "SVC_DATABASE_CA_PATH";
     let url = variables.required(
         URL,
-        "a URL such as postgres://user:password@db.example:5432/gpuaas, or postgres:///gpuaas?host=/run/postgresql for a socket",
+        "a URL such as postgres://user:password@db.example:5432/gpuaas, or postgres:///gpuaas?host=/run/postgresql&user=gpuaas for a socket",
     );
     let ca = variables.optional_certificates(CA);
     if !url.is_empty() {

@@ -17,6 +17,7 @@ mod harness;
 mod ingress;
 mod ingress_rotation;
 mod input;
+mod installed;
 mod keys;
 mod main_job;
 mod node_life;

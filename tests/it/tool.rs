@@ -9,10 +9,14 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the checkout").to_owned()
 }
 
+/// Where deploy/test puts what it installs.
+pub(crate) fn tools() -> PathBuf {
+    std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| root().join(".dev/tools"), PathBuf::from)
+}
+
 /// What deploy/test has put there. There is no test without it.
 pub(crate) fn installed(path: &str) -> PathBuf {
-    let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| root().join(".dev/tools"), PathBuf::from);
-    let path = tools.join(path);
+    let path = tools().join(path);
     assert!(path.exists(), "{} is missing: `deploy/test --tools` installs it", path.display());
     path
 }
