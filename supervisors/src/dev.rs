@@ -16,11 +16,12 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use agents::{AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
+use agents::{AgentProcess, AgentSettings, Place, SimulatedGpus, SystemAgent};
 use api::Api;
 use balancer::Balancer;
 use environment::{Environment, EnvironmentFile};
 use identity::IdentityProvider;
+use kept::Kept;
 use main_job::{Listener, MainJob};
 use nats::{Nats, NatsUser};
 use pki::Authority;
@@ -34,6 +35,7 @@ pub mod balancer;
 pub mod environment;
 pub mod files;
 pub mod identity;
+pub mod kept;
 pub mod main_job;
 pub mod nats;
 pub mod pki;
@@ -41,6 +43,9 @@ pub mod postgres;
 pub mod process;
 pub mod processor;
 pub mod replica;
+
+/// The SKU of the main job, by its name.
+const SKU: &str = "the main job's SKU";
 
 /// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.
 const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
@@ -52,29 +57,40 @@ const HANDED_ON: [&str; 2] = ["SVC_NODE_CLIENT_IDENTITY", "SVC_NODE_TRUSTED_PROX
 const OPERATOR: &str = "operator";
 /// What the main job asks about one node, with room.
 const REQUESTS_OF_A_NODE: i64 = 25;
+/// Until the agents of an earlier start are in contact again.
+const COMES_BACK_WITHIN: Duration = Duration::from_secs(60);
+/// Noted when the main job is done: what an earlier start left without it is not gone on with.
+const DONE: &str = "the main job is done";
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Flags of `gpuaas dev`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// End after the main job: with 0 when it succeeded
+    /// Run the main job in a new environment below --dir, which is thrown away, and end: with 0 when it succeeded
     #[arg(long)]
     pub once: bool,
+    /// Begin anew: remove the data, addresses and passwords of earlier starts
+    #[arg(long)]
+    pub fresh: bool,
     /// Control-plane replicas
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub replicas: u8,
-    /// Nodes, each with an agent and simulated GPUs
+    /// Keep tenants in folders, also where this is root: no users are made on this machine
+    #[arg(long)]
+    pub sandbox: bool,
+    /// Nodes, each with an agent and simulated GPUs; those of earlier starts are kept
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub nodes: u8,
     /// Simulated GPUs of each node
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub gpus: u8,
-    /// Where data, logs and `env` go; what an earlier run left there is removed
+    /// Where data, logs and `env` go
     #[arg(long, default_value = ".dev", overrides_with = "dir")]
     pub dir: PathBuf,
 }
 
-/// Starts everything, runs the main job, and stays up until it is interrupted (or ends, with `--once`).
+/// Starts everything, with the data of the last start where there is some, else runs the main job; then stays up until it is interrupted (or
+/// ends, with `--once`).
 ///
 /// # Errors
 /// Says which part or which step failed, and why. Everything that was started is stopped then too.
@@ -90,6 +106,10 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
         () = interrupted.wait() => Err(anyhow::anyhow!("interrupted during the main job")),
     };
     match &result {
+        Ok(()) if environment.is_resumed => say(&format!(
+            "Up with the data, addresses and passwords of the last start, after {:.1} s. To begin anew: --fresh",
+            begin.elapsed().as_secs_f32()
+        )),
         Ok(()) => say(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
         Err(_) => say(&format!("The main job failed. Logs: {}", environment.logs.display())),
     }
@@ -121,53 +141,73 @@ struct Dev {
     logs: PathBuf,
     agent_settings: AgentSettings,
     makes_users: bool,
-    /// Where agents have what is theirs alone, where this process is root.
-    system_folder: Option<PathBuf>,
+    /// What agents have for themselves alone, where this process is root.
+    place: Option<Place>,
+    kept: Kept,
+    is_resumed: bool,
     _lock: Flock<std::fs::File>,
 }
 
 impl Dev {
     async fn start(args: &DevArgs) -> anyhow::Result<Self> {
         let clock = Clock::default();
-        files::passable_folder(&args.dir)?;
-        let folder = args.dir.canonicalize()?;
+        let dir = if args.once { args.dir.join("once") } else { args.dir.clone() };
+        files::passable_folder(&dir)?;
+        let folder = dir.canonicalize()?;
         let lock = lock(&folder)?;
+        let kept_path = folder.join("kept.json");
+        let is_resumed = !args.once && !args.fresh && Kept::open(&kept_path)?.get(DONE).is_some();
         let run = folder.join("run");
         let logs = folder.join("logs");
         let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
         let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
-        // A run that was killed may have left tenants on this machine, and their agents' state says who they are.
-        agents::clean_up(&agent, &run.join("agents"))?;
-        let own_folder = nix::unistd::Uid::effective().is_root().then(|| system_folder(&folder));
-        for left in [&run, &logs].into_iter().chain(&own_folder) {
-            files::remove_folder(left)?;
+        let is_root = nix::unistd::Uid::effective().is_root();
+        let place = if is_root { Some(Place::take(&folder)?) } else { None };
+        files::remove_folder(&logs)?;
+        if !is_resumed {
+            // An earlier start may have left tenants on this machine, and their agents' state says who they are.
+            agents::clean_up(&agent, &run.join("agents"))?;
+            let parts = ["pki", "postgres/cluster", "nats", "localstripe"].map(|part| folder.join(part));
+            for left in parts.iter().chain([&run]).chain(place.as_ref().map(|place| &place.folder)) {
+                files::remove_folder(left)?;
+            }
+            for file in ["kept.json", "key-ring"] {
+                files::remove_file(&folder.join(file))?;
+            }
         }
         for new in [&run, &logs] {
             files::private_folder(new)?;
         }
+        let kept = if args.once { Kept::nothing() } else { Kept::open(&kept_path)? };
 
-        let authority = Authority::create(&folder.join("pki"))?;
+        let authority = Authority::restore(&folder.join("pki"))?;
         let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (processor_folder, processor_log) = (folder.join("localstripe"), logs.join("localstripe.log"));
         let (postgres, nats, identity, mut processor) = tokio::try_join!(
-            Postgres::start(&postgres_folder, &authority),
-            Nats::start(&nats_folder, &authority, users.collect()),
-            IdentityProvider::start(),
-            PaymentProcessor::start(&processor_folder, &processor_log, authority.certificate_path()),
+            Postgres::restore(&postgres_folder, &authority, &kept),
+            Nats::restore(&nats_folder, &authority, users.collect(), &kept),
+            IdentityProvider::restore(&kept),
+            PaymentProcessor::restore(&processor_folder, &processor_log, authority.certificate_path(), &kept),
         )?;
-        let place = postgres.data_folder().display();
-        clock.lap(&format!("Postgres on port {} (data in {place})", postgres.port()));
+        let at = postgres.data_folder().display();
+        clock.lap(&format!("Postgres on port {} (data in {at})", postgres.port()));
         clock.lap(&format!("NATS on port {}, identity provider at {}", nats.port(), identity.auth_url()));
         clock.lap(&format!("payment processor (localstripe) at {}", processor.url()));
 
-        let listens = names.iter().map(|_| Listens::anywhere()).collect::<Result<Vec<_>, _>>()?;
-        let public = Balancer::start(listens.iter().map(|listens| listens.public).collect()).await?;
-        let node = Balancer::start(listens.iter().map(|listens| listens.node).collect()).await?;
-        let webhook = Balancer::start(listens.iter().map(|listens| listens.webhook).collect()).await?;
-        let key_ring_path = run.join("key-ring");
-        KeyRing::create(&key_ring_path)?;
+        let listens = names.iter().map(|name| Listens::restore(name, &kept)).collect::<anyhow::Result<Vec<_>>>()?;
+        let balancer = async |name: &str, target: fn(&Listens) -> std::net::SocketAddr| {
+            let port = kept.port(name)?.number;
+            anyhow::Ok(Balancer::start_at(port, listens.iter().map(target).collect()).await?)
+        };
+        let public = balancer("the public API's port", |listens| listens.public).await?;
+        let node = balancer("the node API's port", |listens| listens.node).await?;
+        let webhook = balancer("the webhooks' port", |listens| listens.webhook).await?;
+        let key_ring_path = folder.join("key-ring");
+        if !key_ring_path.exists() {
+            KeyRing::create(&key_ring_path)?;
+        }
         let settings = ReplicaSettings {
             executable: gpuaas,
             folder: logs.clone(),
@@ -179,11 +219,14 @@ impl Dev {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node.address()),
-            stats_token: files::random_hex(32).into(),
-            variables: std::iter::once((REFRESH_TOKEN.to_owned(), files::random_hex(32)))
-                .chain(processor.variables(main_job::CURRENCY))
-                .chain(HANDED_ON.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
-                .collect(),
+            stats_token: kept.secret("INTERNAL_STATS_TOKEN", "", 32)?,
+            variables: std::iter::once((
+                REFRESH_TOKEN.to_owned(),
+                kept.value(REFRESH_TOKEN, || Ok(files::random_hex(32)))?,
+            ))
+            .chain(processor.variables(main_job::CURRENCY))
+            .chain(HANDED_ON.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
+            .collect(),
         };
         let starting = names.iter().zip(listens).map(|(name, listens)| {
             let nats_url = nats.url(name).context("every replica has a NATS user");
@@ -195,17 +238,18 @@ impl Dev {
         clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
 
         let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
-        let no_users = agents::why_no_users(&run);
-        let agents_folder = match (&no_users, &own_folder) {
+        let no_users = if args.sandbox { Some("--sandbox".to_owned()) } else { agents::why_no_users(&run) };
+        let agents_folder = match (&no_users, &place) {
             // They are nobody, who may not come to this folder.
-            (Some(_), Some(own)) => own.join("agents"),
+            (Some(_), Some(place)) => place.folder.join("agents"),
             (Some(_), None) | (None, _) => run.join("agents"),
         };
+        let gpus = kept.value("GPUs of a node", || Ok(args.gpus.to_string()))?.parse()?;
         let agent_settings = AgentSettings {
             executable: agent,
             folder: agents_folder,
             logs: logs.clone(),
-            gpus: SimulatedGpus { count: u32::from(args.gpus), model: "H100".to_owned(), memory_mib: 81_920 },
+            gpus: SimulatedGpus { count: gpus, model: "H100".to_owned(), memory_mib: 81_920 },
             flags: Vec::new(),
             system: None,
         };
@@ -228,13 +272,23 @@ impl Dev {
             logs,
             agent_settings,
             makes_users: no_users.is_none(),
-            system_folder: own_folder,
+            place,
+            kept,
+            is_resumed,
             _lock: lock,
         })
     }
 
+    /// The main job; or, on the data of an earlier start, its agents again, and more nodes where more are wanted.
     async fn main_job(&mut self, args: &DevArgs) -> anyhow::Result<()> {
         let clock = Clock::default();
+        if self.is_resumed {
+            self.agents_again(&clock).await?;
+        }
+        let there = u8::try_from(self.agents.len()).unwrap_or(u8::MAX);
+        if self.is_resumed && there >= args.nodes {
+            return Ok(());
+        }
         let admin = self.api("admin").await?;
         let second_admin = self.api("admin2").await?;
         let user = self.api("user").await?;
@@ -249,22 +303,64 @@ impl Dev {
             processor: &self.processor,
             listener: &clock,
         };
-        let sku = job.offer(&self.agent_settings).await?;
-        let names: Vec<String> = (1..=args.nodes).map(|number| format!("node-{number}")).collect();
-        let settings = (0..).zip(&names).map(|(number, _)| self.agent_settings_of(number));
+        let sku = match self.kept.get(SKU) {
+            Some(sku) if self.is_resumed => sku,
+            Some(_) | None => job.offer(&self.agent_settings).await?,
+        };
+        self.kept.set(SKU, &sku)?;
+        let names: Vec<String> = (there + 1..=args.nodes).map(|number| format!("node-{number}")).collect();
+        let settings = (u32::from(there)..).zip(&names).map(|(number, _)| self.agent_settings_of(number));
         let settings = settings.collect::<anyhow::Result<Vec<_>>>()?;
         let onboarding = names.iter().zip(&settings).map(|(name, settings)| job.onboard(name, &sku, settings));
-        let onboarded = try_join_all(onboarding).await?;
-        self.agents.extend(onboarded.into_iter().map(|(_, agent)| agent));
+        for (name, (id, agent)) in names.iter().zip(try_join_all(onboarding).await?) {
+            self.kept.set(name, &id)?;
+            self.agents.push(agent);
+        }
+        if self.is_resumed {
+            return Ok(());
+        }
         job.pay_in().await?;
         main_job::top_up(&self.api("user2").await?, "user2", &self.processor, &clock).await?;
-        job.rent_and_return(&sku, u32::from(args.gpus.div_ceil(2))).await
+        job.rent_and_return(&sku, self.agent_settings.gpus.count.div_ceil(2)).await?;
+        self.kept.set(DONE, "yes")
+    }
+
+    /// Starts the agents of an earlier start and waits until they are in contact.
+    async fn agents_again(&mut self, clock: &Clock) -> anyhow::Result<()> {
+        let since = chrono::Utc::now();
+        let names = (1_u32..).map(|number| (number - 1, format!("node-{number}")));
+        let there = names.map_while(|(number, name)| Some((number, self.kept.get(&name)?, name)));
+        let there: Vec<_> = there.collect();
+        for (number, _, name) in &there {
+            let settings = self.agent_settings_of(*number)?;
+            let agent = AgentProcess::restore(name, &settings).with_context(|| {
+                format!(
+                    "the agent of {name} cannot start on what it left in {}; begin anew with --fresh",
+                    settings.folder.display()
+                )
+            })?;
+            self.agents.push(agent);
+        }
+        let admin = self.api("admin").await?;
+        for (_, id, name) in &there {
+            let (path, what) = (format!("/api/v1/admin/nodes/{id}"), format!("{name} is in contact"));
+            let state = admin
+                .wait_for(&path, &what, COMES_BACK_WITHIN, |node| {
+                    let seen = node["agent"]["last_seen_at"].as_str().and_then(|at| at.parse().ok());
+                    let is_in_contact =
+                        node["state"] != "offline" && seen.is_some_and(|at: chrono::DateTime<chrono::Utc>| at > since);
+                    Ok(is_in_contact.then(|| node["state"].as_str().unwrap_or_default().to_owned()))
+                })
+                .await?;
+            clock.lap(&format!("{name} is in contact again, {state}"));
+        }
+        Ok(())
     }
 
     /// How the agent of this number is started.
     fn agent_settings_of(&self, number: u32) -> anyhow::Result<AgentSettings> {
-        let system = match &self.system_folder {
-            Some(folder) if self.makes_users => Some(SystemAgent::new(folder, number)?),
+        let system = match &self.place {
+            Some(place) if self.makes_users => Some(SystemAgent::new(place, number)?),
             Some(_) | None => None,
         };
         Ok(AgentSettings { system, ..self.agent_settings.clone() })
@@ -302,6 +398,7 @@ impl Dev {
         let mut lines = vec![
             String::new(),
             format!("  public API         https://{}", self.public.address()),
+            format!("  its description    https://{}/api/v1/docs", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
             format!("  webhooks           https://{}{}", self.webhook.address(), edge::webhook::PATH),
             format!("  a terminal         https://{}/terminal/ALLOCATION_ID, in a browser", self.public.address()),
@@ -320,12 +417,16 @@ impl Dev {
         }
         lines.push(format!("  trust anchor       {}", self.authority.certificate_path().display()));
         lines.push(format!("  logs               {}", self.logs.display()));
-        lines.push(format!("  for a shell        . {}", self.env_file.path().display()));
+        lines.push("\nNext, in another terminal:".to_owned());
+        lines.push(format!("  . {}", self.env_file.path().display()));
         // Built by deploy/up with everything else; README, "By command line".
         if let Ok(gpuctl) = files::find_beside(&self.agent_settings.executable, "gpuctl") {
-            lines.push(format!("  command line       {}", gpuctl.display()));
+            let gpuctl = gpuctl.display();
+            lines.push(format!(
+                "  printf '%s\\n' \"$SVC_USER_PASSWORD\" | {gpuctl} login --username \"$SVC_USER_USERNAME\" --password-stdin && {gpuctl} skus list"
+            ));
         }
-        lines.push("\nUp until Ctrl-C.".to_owned());
+        lines.push("\nUp until Ctrl-C; the next start goes on with the same data, addresses and passwords.".to_owned());
         say(&lines.join("\n"));
     }
 
@@ -352,25 +453,20 @@ impl Dev {
     /// Stops in the order in which nobody misses what is gone: agents, control plane, the stores.
     async fn stop(mut self) {
         futures::future::join_all(self.agents.iter_mut().map(AgentProcess::stop)).await;
-        if let Err(error) = agents::clean_up(&self.agent_settings.executable, &self.agent_settings.folder) {
-            say(&format!("{error:#}. The next start tries again."));
-        }
-        if let Some(folder) = &self.system_folder {
-            let _ = files::remove_folder(folder);
+        // Tenants are data: they stay with it.
+        if !self.kept.keeps() {
+            if let Err(error) = agents::clean_up(&self.agent_settings.executable, &self.agent_settings.folder) {
+                say(&format!("{error:#}. The next start tries again."));
+            }
+            if let Some(place) = &self.place {
+                let _ = files::remove_folder(&place.folder);
+            }
         }
         futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
         self.processor.stop().await;
         self.nats.stop().await;
         self.postgres.stop().await;
     }
-}
-
-/// Outside of the checkout, which others may not be able to pass through; the same for every run in this folder.
-fn system_folder(folder: &std::path::Path) -> PathBuf {
-    use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-    let mut hasher = DefaultHasher::new();
-    folder.hash(&mut hasher);
-    PathBuf::from(format!("/run/gpuaas-dev-{:016x}", hasher.finish()))
 }
 
 /// What whoever works in a shell with an environment of these parts is to know: `.dev/env`.
@@ -437,7 +533,12 @@ fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String
 fn lock(folder: &std::path::Path) -> anyhow::Result<Flock<std::fs::File>> {
     let file = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(folder.join("lock"))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock)
-        .map_err(|_| anyhow::anyhow!("another `gpuaas dev` is up in {}; stop it, or give --dir", folder.display()))
+        .map_err(|_| {
+            anyhow::anyhow!(
+                "another environment is up in {}: stop it (Ctrl-C where it runs), or start this one in another folder with --dir FOLDER",
+                folder.display()
+            )
+        })
 }
 
 /// Ctrl-C, or a polite signal from whoever runs this.

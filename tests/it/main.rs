@@ -7,6 +7,7 @@ mod billing_chaos;
 mod billing_faults;
 mod browser;
 mod cluster;
+mod dev;
 mod docs_page;
 mod enrollment;
 mod faults;

@@ -3,11 +3,14 @@
 //! Where this process is root an agent can make Linux users of its tenants ([`SystemAgent`]). They are users of this very machine, so each
 //! agent has uids, keys, device nodes and an sshd of its own, and whoever ends an agent for good has it clean up ([`clean_up`]).
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::{Uid, User};
 use wire::bundle::{BootstrapBundle, Variables};
 
@@ -52,6 +55,51 @@ pub struct SystemAgent {
 
 /// Uids of one agent.
 const UIDS: u32 = 1000;
+/// Uids of one environment: of more agents than it can have.
+const UIDS_OF_A_PLACE: u32 = 100 * UIDS;
+/// Environments that a machine has room for.
+const PLACES: u32 = 100;
+/// Where environments of root's have what must not lie in a checkout, which others may not be able to pass through. It outlives a restart of
+/// the machine, since tenants do.
+const PLACES_FOLDER: &str = "/var/lib/gpuaas-dev";
+
+/// An environment's own folder and numbers on a machine that it shares with other environments.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub folder: PathBuf,
+    number: u32,
+}
+
+impl Place {
+    /// The place of the environment in this folder: the one that it had, or the first free one.
+    pub fn take(environment: &Path) -> anyhow::Result<Self> {
+        Self::take_in(Path::new(PLACES_FOLDER), environment)
+    }
+
+    fn take_in(places: &Path, environment: &Path) -> anyhow::Result<Self> {
+        files::passable_folder(places)?;
+        let lock = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(places.join("lock"))?;
+        let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
+        let (owner, folder) =
+            (|number: u32| places.join(format!("{number}.of")), |number: u32| places.join(number.to_string()));
+        let name = environment.as_os_str().as_encoded_bytes();
+        let had = (0..PLACES).find(|number| std::fs::read(owner(*number)).is_ok_and(|of| of == name));
+        let free = || {
+            (0..PLACES).find(|number| match std::fs::read(owner(*number)) {
+                Ok(of) => !Path::new(OsStr::from_bytes(&of)).exists() && !has_users(&folder(*number)),
+                Err(_) => true,
+            })
+        };
+        let number = had.or_else(free).with_context(|| {
+            format!("{PLACES} environments have a place below {}: remove those that are gone", places.display())
+        })?;
+        if had.is_none() {
+            files::remove_folder(&folder(number))?;
+            files::write_private(&owner(number), name)?;
+        }
+        Ok(Self { folder: places.join(number.to_string()), number })
+    }
+}
 /// The first agent's first uid: beyond those that distributions give out.
 const FIRST_UID: u32 = 200_000;
 const TOOLS: [&str; 6] = ["useradd", "userdel", "groupadd", "groupdel", "chattr", "ipcrm"];
@@ -60,11 +108,11 @@ const CLEANS_UP_WITHIN: &str = "60";
 const NOBODY: &str = "nobody";
 
 impl SystemAgent {
-    /// The `number`th agent, with everything below `folder`.
-    pub fn new(folder: &Path, number: u32) -> anyhow::Result<Self> {
+    /// The `number`th agent of the environment that has this place.
+    pub fn new(place: &Place, number: u32) -> anyhow::Result<Self> {
         Ok(Self {
-            folder: folder.join(number.to_string()),
-            first_uid: FIRST_UID + number * UIDS,
+            folder: place.folder.join(number.to_string()),
+            first_uid: FIRST_UID + place.number * UIDS_OF_A_PLACE + number * UIDS,
             ssh_port: if has_sshd() { Some(super::process::free_port()?) } else { None },
         })
     }
@@ -80,6 +128,11 @@ impl SystemAgent {
         variables.extend(self.ssh_port.map(|port| ("SVC_NODE_AGENT_SSH_LISTEN", format!("127.0.0.1:{port}"))));
         variables
     }
+}
+
+/// Whether agents in this place have made users: the uids are theirs, also when their environment's folder is gone.
+fn has_users(place: &Path) -> bool {
+    (0..PLACES).any(|number| place.join(number.to_string()).exists())
 }
 
 /// Whether agents can let tenants in by SSH here.
@@ -151,6 +204,12 @@ impl AgentProcess {
             environment.push_str(&variables.render()?);
         }
         files::write_private(&folder.join("agent.env"), environment.as_bytes())?;
+        let process = launch(name, settings)?.spawn()?;
+        Ok(Self { name: name.to_owned(), settings: settings.clone(), process })
+    }
+
+    /// Starts the agent of an earlier start of the environment, on the state that it left.
+    pub fn restore(name: &str, settings: &AgentSettings) -> anyhow::Result<Self> {
         let process = launch(name, settings)?.spawn()?;
         Ok(Self { name: name.to_owned(), settings: settings.clone(), process })
     }
@@ -252,4 +311,35 @@ fn launch(name: &str, settings: &AgentSettings) -> anyhow::Result<Launch> {
         .argument(gpus.memory_mib.to_string())
         .arguments(&settings.flags)
         .variable("RUST_LOG", std::env::var_os("RUST_LOG").unwrap_or_else(|| "info".into())))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_environments_on_one_machine_share_neither_folder_nor_uids() {
+        let dir = tempfile::tempdir().unwrap();
+        let places = dir.path().join("places");
+        let environment = |name: &str| dir.path().join(name);
+        for name in ["one", "two"] {
+            std::fs::create_dir(environment(name)).unwrap();
+        }
+        let place = |name: &str| Place::take_in(&places, &environment(name)).unwrap();
+        let (one, two) = (place("one"), place("two"));
+        assert_ne!(one.folder, two.folder);
+        let uids = |place: &Place, number| SystemAgent::new(place, number).unwrap().first_uid;
+        assert!(uids(&one, 63) + UIDS <= uids(&two, 0));
+        let again = place("one");
+        assert_eq!((&again.folder, again.number), (&one.folder, one.number));
+
+        // The uids of users that an environment left are nobody else's; a place without them is taken again.
+        std::fs::create_dir_all(two.folder.join("0")).unwrap();
+        for name in ["one", "two"] {
+            std::fs::remove_dir(environment(name)).unwrap();
+        }
+        assert_eq!(place("three").number, one.number);
+        assert_ne!(place("four").number, two.number);
+    }
 }

@@ -40,7 +40,12 @@ struct Targets {
 impl Balancer {
     /// Listens on a random port of 127.0.0.1. Connections go to the targets in turns.
     pub async fn start(targets: Vec<SocketAddr>) -> std::io::Result<Self> {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        Self::start_at(0, targets).await
+    }
+
+    /// The same, on this port.
+    pub async fn start_at(port: u16, targets: Vec<SocketAddr>) -> std::io::Result<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", port)).await?;
         let address = listener.local_addr()?;
         let all = targets.into_iter().map(|address| Target { address, alive: AtomicBool::new(true) }).collect();
         let targets = Arc::new(Targets { all, next: AtomicUsize::new(0) });

@@ -51,6 +51,16 @@ pub fn remove_folder(path: &Path) -> anyhow::Result<()> {
     }
 }
 
+/// Removes a file; one that is not there is no error.
+pub fn remove_file(path: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
 /// A program of this project: beside `program`, or in the folder above (tests lie one deeper than what they test).
 pub fn find_beside(program: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let folders = program.ancestors().skip(1).take(2);

@@ -1,6 +1,6 @@
 //! A development identity provider: an OpenID Connect issuer with the token path and the claims of the real one.
 //!
-//! Plain HTTP on loopback. Keys, users' ids and passwords are made at each start. `POST …/token` takes `grant_type=password`
+//! Plain HTTP on loopback. Its key, users' ids and passwords are those of an earlier start where they are kept. `POST …/token` takes `grant_type=password`
 //! (RFC 6749, section 4.3) and answers errors as section 5.2 of it says.
 
 use std::net::SocketAddr;
@@ -25,6 +25,7 @@ use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::files;
+use super::kept::Kept;
 
 pub const REALM: &str = "gpuaas";
 pub const CLIENT_ID: &str = "gpuaas-cli";
@@ -87,19 +88,30 @@ impl IdentityProvider {
     /// Starts a provider on a random port of 127.0.0.1, with the people `admin`, `admin2` (roles `user` and `admin`), `user`
     /// and `user2` (role `user`).
     pub async fn start() -> anyhow::Result<Self> {
-        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+        Self::restore(&Kept::nothing()).await
+    }
+
+    /// The same, with the port, the key and the people of an earlier start, where there was one.
+    pub async fn restore(kept: &Kept) -> anyhow::Result<Self> {
+        let port = kept.port("the identity provider's port")?;
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", port.number)).await?;
         let address: SocketAddr = listener.local_addr()?;
-        let people = vec![
+        let mut people = vec![
             Person::new("admin", &["user", "admin"]),
             Person::new("admin2", &["user", "admin"]),
             Person::new("user", &["user"]),
             Person::new("user2", &["user"]),
         ];
+        for person in &mut people {
+            let name = &person.username;
+            person.id = kept.value(&format!("id of {name}"), || Ok(person.id.to_string()))?.parse()?;
+            person.password = kept.secret(&format!("password of {name}"), "", 16)?;
+        }
         let issuer = Arc::new(Issuer {
             auth_url: format!("http://{address}"),
-            client_secret: files::random_hex(16).into(),
+            client_secret: kept.secret("secret of the client", "", 16)?,
             people: RwLock::new(people),
-            keys: RwLock::new(vec![SigningKey::generate()?]),
+            keys: RwLock::new(vec![SigningKey::kept(kept)?]),
             key_set_reads: AtomicU64::new(0),
         });
         let routes = Router::new()
@@ -225,9 +237,13 @@ impl Issuer {
 
 impl SigningKey {
     fn generate() -> anyhow::Result<Self> {
-        let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)?;
-        let key = EncodingKey::from_ec_der(pair.serialized_der());
-        let id = files::random_hex(8);
+        Self::kept(&Kept::nothing())
+    }
+
+    fn kept(kept: &Kept) -> anyhow::Result<Self> {
+        let made = || Ok(hex::encode(rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)?.serialized_der()));
+        let key = EncodingKey::from_ec_der(&hex::decode(kept.value("the identity provider's key", made)?)?);
+        let id = kept.value("id of the identity provider's key", || Ok(files::random_hex(8)))?;
         let mut public = Jwk::from_encoding_key(&key, Algorithm::ES256)?;
         public.common.key_id = Some(id.clone());
         public.common.public_key_use = Some(PublicKeyUse::Signature);

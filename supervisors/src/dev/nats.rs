@@ -10,8 +10,9 @@ use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 
 use super::files;
+use super::kept::Kept;
 use super::pki::Authority;
-use super::process::{ChildProcess, Launch, free_port, tail};
+use super::process::{ChildProcess, Launch, tail};
 
 const OLDEST: [u32; 2] = [2, 10];
 const STARTS_WITHIN: Duration = Duration::from_secs(20);
@@ -61,11 +62,27 @@ pub struct Nats {
 impl Nats {
     /// Starts a server with an empty store in `folder`, removing an earlier one's, for `users` alone.
     pub async fn start(folder: &Path, authority: &Authority, users: Vec<NatsUser>) -> anyhow::Result<Self> {
+        Self::restore(folder, authority, users, &Kept::nothing()).await
+    }
+
+    /// The same, on the store, the port and the passwords of an earlier start, where there was one.
+    pub async fn restore(
+        folder: &Path,
+        authority: &Authority,
+        mut users: Vec<NatsUser>,
+        kept: &Kept,
+    ) -> anyhow::Result<Self> {
+        const PORT: &str = "NATS' port";
+        for user in &mut users {
+            user.password = kept.secret(&format!("NATS' password for {}", user.name), "", 24)?;
+        }
         let program = find_program()?;
         files::private_folder(folder)?;
         let folder = folder.canonicalize()?;
         let store = folder.join("store");
-        files::remove_folder(&store)?;
+        if !kept.keeps() {
+            files::remove_folder(&store)?;
+        }
         let mut nats = Self {
             program,
             config: folder.join("nats.conf"),
@@ -76,14 +93,17 @@ impl Nats {
             process: None,
         };
         let mut attempts = 0;
+        let mut port = kept.port(PORT)?;
         loop {
-            nats.port = free_port()?;
+            nats.port = port.number;
             attempts += 1;
             nats.configure(&store, authority)?;
             match nats.start_again().await {
                 Ok(()) => return Ok(nats),
                 // Someone took the port between the look and the bind.
-                Err(_) if attempts < 5 && tail(&nats.log, 5).contains("address already in use") => {}
+                Err(_) if attempts < 5 && !port.is_known && tail(&nats.log, 5).contains("address already in use") => {
+                    port = kept.another_port(PORT)?;
+                }
                 Err(error) => return Err(error),
             }
         }

@@ -1,4 +1,4 @@
-//! The certificates of a development environment: one authority, made at each start, whose key never touches the disk.
+//! The certificates of a development environment, by one authority of its own.
 //!
 //! It signs the *servers* (Postgres, NATS, the control plane's two listeners). Node certificates come from the control
 //! plane's own authority, which is another one.
@@ -14,8 +14,10 @@ use time::{Duration, OffsetDateTime};
 
 use super::files;
 
-/// How long the authority and its certificates are valid: longer than anybody leaves a development environment up.
+/// How long certificates are valid, which are made at each start: longer than anybody leaves a development environment up.
 const VALID_FOR: Duration = Duration::days(90);
+/// How long the authority is valid: longer than anybody keeps the data of one.
+const AUTHORITY_VALID_FOR: Duration = Duration::days(3650);
 
 /// The names under which everything here is reached.
 const NAMES: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
@@ -37,16 +39,35 @@ pub struct ServerCertificate {
 }
 
 impl Authority {
-    /// Makes an authority whose certificate is `folder/ca.pem`.
+    /// Makes an authority whose certificate is `folder/ca.pem`. Its key never touches the disk.
     pub fn create(folder: &Path) -> anyhow::Result<Self> {
-        files::private_folder(folder)?;
         let key = KeyPair::generate()?;
-        let mut params = params("gpuaas development authority", &[])?;
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let certificate_pem = params.self_signed(&key)?.pem();
+        let certificate_pem = authority_params()?.self_signed(&key)?.pem();
+        Self::of(folder, key, certificate_pem)
+    }
+
+    /// The authority of an earlier start, or a new one that later starts find: agents know it.
+    pub fn restore(folder: &Path) -> anyhow::Result<Self> {
+        files::private_folder(folder)?;
+        let key_path = folder.join("ca.key");
+        let there = std::fs::read_to_string(&key_path).ok().zip(std::fs::read_to_string(folder.join("ca.pem")).ok());
+        if let Some((key, certificate_pem)) = there {
+            let key = KeyPair::from_pem(&key).context("the authority's key cannot be read; begin anew with --fresh")?;
+            return Self::of(folder, key, certificate_pem);
+        }
+        let key = KeyPair::generate()?;
+        let certificate_pem = authority_params()?.self_signed(&key)?.pem();
+        let text = key.serialize_pem();
+        let authority = Self::of(folder, key, certificate_pem)?;
+        files::write_private(&key_path, text.as_bytes())?;
+        Ok(authority)
+    }
+
+    fn of(folder: &Path, key: KeyPair, certificate_pem: String) -> anyhow::Result<Self> {
+        files::private_folder(folder)?;
         let certificate_path = folder.join("ca.pem");
         files::write_public(&certificate_path, certificate_pem.as_bytes())?;
+        let params = authority_params()?;
         Ok(Self { issuer: Issuer::new(params, key), certificate_pem, certificate_path, folder: folder.to_owned() })
     }
 
@@ -75,6 +96,14 @@ impl Authority {
         files::write_private(&files.key_path, key.serialize_pem().as_bytes())?;
         Ok(files)
     }
+}
+
+fn authority_params() -> anyhow::Result<CertificateParams> {
+    let mut params = params("gpuaas development authority", &[])?;
+    params.not_after = params.not_before + AUTHORITY_VALID_FOR;
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    Ok(params)
 }
 
 fn params(common_name: &str, names: &[&str]) -> anyhow::Result<CertificateParams> {

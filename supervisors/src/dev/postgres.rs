@@ -16,8 +16,9 @@ use secrecy::{ExposeSecret as _, SecretString};
 use sqlx::{ConnectOptions as _, Connection as _};
 
 use super::files;
+use super::kept::Kept;
 use super::pki::Authority;
-use super::process::{Account, ChildProcess, Launch, as_account, free_port, tail};
+use super::process::{Account, ChildProcess, Launch, as_account, tail};
 
 /// The role that owns everything, and the database that the control plane uses.
 pub const ROLE: &str = "gpuaas";
@@ -27,7 +28,10 @@ const OLDEST: u32 = 15;
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
 const STOPS_WITHIN: Duration = Duration::from_secs(10);
 
-/// A running server. Dropping it stops it; data outside of the folder that it was given is removed then.
+/// In the data's folder, once the database is made: data without it is of a start that did not come so far.
+const COMPLETE: &str = "complete";
+
+/// A running server. Dropping it stops it; data outside of the folder that it was given is removed then, unless it is kept.
 #[derive(Debug)]
 pub struct Postgres {
     programs: PathBuf,
@@ -39,6 +43,7 @@ pub struct Postgres {
     log: PathBuf,
     environment: Vec<(String, String)>,
     process: Option<ChildProcess>,
+    keeps: bool,
 }
 
 impl Postgres {
@@ -48,18 +53,42 @@ impl Postgres {
         Self::start_in(folder, authority, Vec::new()).await
     }
 
+    /// The same, on the data, the port and the password of an earlier start, where there was one.
+    pub async fn restore(folder: &Path, authority: &Authority, kept: &Kept) -> anyhow::Result<Self> {
+        Self::open(folder, authority, Vec::new(), kept).await
+    }
+
     /// The same, with further variables in the server's environment.
     pub async fn start_in(
         folder: &Path,
         authority: &Authority,
         environment: Vec<(String, String)>,
     ) -> anyhow::Result<Self> {
+        Self::open(folder, authority, environment, &Kept::nothing()).await
+    }
+
+    async fn open(
+        folder: &Path,
+        authority: &Authority,
+        environment: Vec<(String, String)>,
+        kept: &Kept,
+    ) -> anyhow::Result<Self> {
+        const PORT: &str = "Postgres' port";
         let programs = find_programs()?;
         let account = account()?;
-        let home = Home::create(folder, account)?;
-        let password = SecretString::from(files::random_hex(24));
+        let found = if kept.keeps() { Home::find(folder, account)? } else { None };
+        let is_new = found.is_none();
+        let home = match found {
+            Some(home) => home,
+            None => Home::create(folder, account)?,
+        };
+        let password = kept.secret("Postgres' password", "", 24)?;
         let certificate = authority.server_certificate("postgres")?;
-        initialise(&programs, &home, account, &password).await?;
+        if is_new {
+            initialise(&programs, &home, account, &password).await?;
+        } else {
+            home.expect_version_of(&programs)?;
+        }
         for (from, to) in [(&certificate.certificate_path, "server.pem"), (&certificate.key_path, "server.key")] {
             home.give(&std::fs::read(from)?, &format!("data/{to}"))?;
         }
@@ -76,19 +105,28 @@ impl Postgres {
             log: folder.join("postgres.log"),
             environment,
             process: None,
+            keeps: kept.keeps(),
         };
         let mut attempts = 0;
+        let mut port = kept.port(PORT)?;
         loop {
-            postgres.port = free_port()?;
+            postgres.port = port.number;
             attempts += 1;
             match postgres.start_again().await {
                 Ok(()) => break,
                 // Someone took the port between the look and the bind.
-                Err(_) if attempts < 5 && tail(&postgres.log, 5).contains("Address already in use") => {}
+                Err(_)
+                    if attempts < 5 && !port.is_known && tail(&postgres.log, 5).contains("Address already in use") =>
+                {
+                    port = kept.another_port(PORT)?;
+                }
                 Err(error) => return Err(error),
             }
         }
-        postgres.create_database(DATABASE).await?;
+        if is_new {
+            postgres.create_database(DATABASE).await?;
+            postgres.home.give(b"", COMPLETE)?;
+        }
         Ok(postgres)
     }
 
@@ -307,15 +345,45 @@ struct Home {
 impl Home {
     const ELSEWHERE: &str = "/var/tmp/gpuaas-postgres-";
 
+    /// Where `folder` says that its data lies, if not in it.
+    fn elsewhere(pointer: &Path) -> Option<PathBuf> {
+        let left = std::fs::read_to_string(pointer).ok()?;
+        (left.starts_with(Self::ELSEWHERE) && !left.contains("..")).then(|| PathBuf::from(left))
+    }
+
+    /// The complete data of an earlier start, if there is any.
+    fn find(folder: &Path, account: Option<Account>) -> anyhow::Result<Option<Self>> {
+        let Ok(folder) = folder.canonicalize() else { return Ok(None) };
+        let pointer = folder.join("elsewhere");
+        let found = Self::elsewhere(&pointer);
+        let (path, elsewhere) = (found.clone().unwrap_or_else(|| folder.join("cluster")), found.is_some());
+        if !path.join(COMPLETE).exists() {
+            return Ok(None);
+        }
+        Ok(Some(Self { path, account, elsewhere, pointer }))
+    }
+
+    /// Data of one major version is of no use to the programs of another.
+    fn expect_version_of(&self, programs: &Path) -> anyhow::Result<()> {
+        let is = std::fs::read_to_string(self.path.join("data/PG_VERSION"))?;
+        let has = files::version_of(&programs.join("postgres")).and_then(|version| version.first().copied());
+        if has.is_some_and(|major| is.trim() != major.to_string()) {
+            bail!(
+                "the data in {} is of Postgres {}, and the programs in {} are of another version; begin anew with --fresh",
+                self.path.display(),
+                is.trim(),
+                programs.display()
+            );
+        }
+        Ok(())
+    }
+
     fn create(folder: &Path, account: Option<Account>) -> anyhow::Result<Self> {
         files::passable_folder(folder)?;
         let folder = folder.canonicalize()?;
         let pointer = folder.join("elsewhere");
-        if let Ok(left) = std::fs::read_to_string(&pointer)
-            && left.starts_with(Self::ELSEWHERE)
-            && !left.contains("..")
-        {
-            files::remove_folder(Path::new(&left))?;
+        if let Some(left) = Self::elsewhere(&pointer) {
+            files::remove_folder(&left)?;
         }
         let here = folder.join("cluster");
         files::remove_folder(&here)?;
@@ -362,7 +430,7 @@ impl Drop for Postgres {
     fn drop(&mut self) {
         // The server first, then what it writes to.
         self.process = None;
-        if self.home.elsewhere {
+        if self.home.elsewhere && !self.keeps {
             let _ = std::fs::remove_dir_all(&self.home.path);
             let _ = std::fs::remove_file(&self.home.pointer);
         }

@@ -13,7 +13,8 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
 
 use super::files;
-use super::process::{ChildProcess, Launch, free_port, tail};
+use super::kept::Kept;
+use super::process::{ChildProcess, Launch, tail};
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 const STOPS_WITHIN: Duration = Duration::from_secs(5);
@@ -64,6 +65,12 @@ pub struct PaymentProcessor {
 impl PaymentProcessor {
     /// Starts one that knows of nothing.
     pub async fn start(folder: &Path, log: &Path, ca_path: &Path) -> anyhow::Result<Self> {
+        Self::restore(folder, log, ca_path, &Kept::nothing()).await
+    }
+
+    /// The same, with what one of an earlier start knew, its port and its keys, where there was one.
+    pub async fn restore(folder: &Path, log: &Path, ca_path: &Path, kept: &Kept) -> anyhow::Result<Self> {
+        const PORT: &str = "the payment processor's port";
         let python = files::find_programs("localstripe/bin/python").into_iter().next().context(
             "no localstripe in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/up` and `deploy/test --tools` install it",
         )?;
@@ -74,22 +81,31 @@ impl PaymentProcessor {
             log: log.to_owned(),
             ca_path: ca_path.to_owned(),
             port: 0,
-            secret_key: format!("sk_test_{}", files::random_hex(16)).into(),
-            publishable_key: format!("pk_test_{}", files::random_hex(16)),
-            webhook_secret: format!("whsec_{}", files::random_hex(16)).into(),
+            secret_key: kept.secret("the payment processor's secret key", "sk_test_", 16)?,
+            publishable_key: kept.value("the payment processor's publishable key", || {
+                Ok(format!("pk_test_{}", files::random_hex(16)))
+            })?,
+            webhook_secret: kept.secret("secret of the payment processor's webhooks", "whsec_", 16)?,
             webhook_url: None,
             http: reqwest::Client::builder().no_proxy().timeout(ANSWERS_WITHIN).build()?,
             process: None,
         };
-        let _ = std::fs::remove_file(&processor.store);
+        if !kept.keeps() {
+            let _ = std::fs::remove_file(&processor.store);
+        }
         let mut attempts = 0;
+        let mut port = kept.port(PORT)?;
         loop {
-            processor.port = free_port()?;
+            processor.port = port.number;
             attempts += 1;
             match processor.start_again().await {
                 Ok(()) => return Ok(processor),
                 // Someone took the port between the look and the bind.
-                Err(_) if attempts < 5 && tail(&processor.log, 5).contains("address already in use") => {}
+                Err(_)
+                    if attempts < 5 && !port.is_known && tail(&processor.log, 5).contains("address already in use") =>
+                {
+                    port = kept.another_port(PORT)?;
+                }
                 Err(error) => return Err(error),
             }
         }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
 
+use super::kept::Kept;
 use super::nats::NatsUser;
 use super::pki::ServerCertificate;
 use super::process::{ChildProcess, Launch, free_port};
@@ -78,6 +79,19 @@ impl Listens {
     pub fn anywhere() -> std::io::Result<Self> {
         let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
         Ok(Self { public: port()?, node: port()?, webhook: port()?, operations: port()? })
+    }
+
+    /// The ports of the replica of this name at an earlier start, or new ones.
+    pub fn restore(name: &str, kept: &Kept) -> anyhow::Result<Self> {
+        let port = |of: &str| {
+            anyhow::Ok(SocketAddr::from(([127, 0, 0, 1], kept.port(&format!("{name}'s port for {of}"))?.number)))
+        };
+        Ok(Self {
+            public: port("the public API")?,
+            node: port("nodes")?,
+            webhook: port("webhooks")?,
+            operations: port("operators")?,
+        })
     }
 }
 
