@@ -188,11 +188,9 @@ pub fn clean_up(config: &Config) -> Result<(), Fatal> {
         let allocation_id = tenant.allocation_id;
         let found = executor.release(&tenant).map(|released| released.findings);
         let remains: Vec<String> = match found {
-            Ok(findings) => findings
-                .iter()
-                .filter(|finding| finding.outcome != Outcome::Gone)
-                .map(|finding| format!("{:?} {}", finding.what, finding.looked_for))
-                .collect(),
+            Ok(findings) => {
+                findings.iter().filter(|finding| finding.outcome != Outcome::Gone).map(execute::described).collect()
+            }
             Err(failure) => vec![failure.message],
         };
         if remains.is_empty() {

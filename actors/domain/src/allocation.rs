@@ -223,6 +223,8 @@ pub enum Command {
         node_id: NodeId,
         attempt: u32,
         reason: String,
+        #[serde(default)]
+        detail: String,
     },
     /// Its tenant still counts it against the quota; with the revision of the tenant's keys.
     StillCounted {

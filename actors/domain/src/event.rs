@@ -281,6 +281,9 @@ pub enum Event {
         allocation_id: AllocationId,
         attempt: u32,
         reason: String,
+        /// What is left and where, or why the agent could not look; empty in events of earlier releases.
+        #[serde(default)]
+        detail: String,
     },
 
     /// A critical fault of the machine, noticed then.

@@ -12,7 +12,7 @@ use reqwest::StatusCode;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, error, info, warn};
 use uuid::Uuid;
-use wire::proof::CleanupReport;
+use wire::proof::{CleanupReport, Finding};
 use wire::task::{Envelope, Origin, Reboot, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
 
 use super::poll::scope_of;
@@ -355,12 +355,17 @@ impl Seal {
             findings: released.findings,
         };
         let proof = report.seal(&self.key).map_err(|error| Failure::new("proof", error.to_string()))?;
-        let left: Vec<String> =
-            report.leftovers().map(|finding| format!("{:?} {}", finding.what, finding.looked_for)).collect();
+        let left: Vec<String> = report.leftovers().map(described).collect();
         let shortfall = (!report.is_clean(executor.kind()))
             .then(|| Failure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
         Ok(Effect { output: released.output, proof: Some(proof), shortfall })
     }
+}
+
+/// A finding with what was found, or why the look failed.
+pub(super) fn described(finding: &Finding) -> String {
+    let detail = finding.detail.as_deref().map(|detail| format!(" ({detail})")).unwrap_or_default();
+    format!("{:?} {}{detail}", finding.what, finding.looked_for)
 }
 
 fn outcome(

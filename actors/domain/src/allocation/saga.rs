@@ -68,8 +68,8 @@ impl Allocation {
             Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
             Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
             Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
-            Command::CleanupFailed { node_id, attempt, reason } => {
-                Ok(self.cleanup_failed(node_id, attempt, &reason, ctx))
+            Command::CleanupFailed { node_id, attempt, reason, detail } => {
+                Ok(self.cleanup_failed(node_id, attempt, (&reason, &detail), ctx))
             }
             Command::StillCounted { logins_revision } => Ok(self.still_counted(logins_revision)),
             Command::ChooseLogins { chosen, keys, logins_revision } => {
@@ -329,12 +329,12 @@ impl Allocation {
         }
     }
 
-    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, why: (&str, &str), ctx: &Ctx<'_>) -> Step<Self> {
         match &self.phase {
             Phase::Releasing { node_id: ours, attempt: current, placed, .. }
                 if *ours == node_id && *current == attempt =>
             {
-                self.fail_release(node_id, placed, attempt, reason, ctx)
+                self.fail_release(node_id, placed, attempt, why, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -345,7 +345,15 @@ impl Allocation {
         }
     }
 
-    fn fail_release(&self, node_id: NodeId, placed: &Placed, attempt: u32, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    /// `reason` is the failure's code, `detail` what is left and where, for the allocation's `state_reason`.
+    fn fail_release(
+        &self,
+        node_id: NodeId,
+        placed: &Placed,
+        attempt: u32,
+        (reason, detail): (&str, &str),
+        ctx: &Ctx<'_>,
+    ) -> Step<Self> {
         let scopes = self.scopes();
         let most = ctx.policy.int(Key::AllocationReleaseMaxAttempts, &scopes, ctx.now);
         let exhausted = i64::from(attempt) >= most;
@@ -357,8 +365,9 @@ impl Allocation {
             )
         };
         let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
+        let state_reason = if detail.is_empty() { reason.to_owned() } else { format!("{reason}: {detail}") };
         let step = self
-            .moved(phase, ctx.now, reason)
+            .moved(phase, ctx.now, &state_reason)
             .step(format!("clean-up attempt {attempt} failed ({reason})"))
             .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
             .audit(self.audit(
@@ -396,7 +405,7 @@ impl Allocation {
                 self.logins_to_tell().into_iter().fold(step, Step::event)
             }
             Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
-                self.fail_release(*node_id, placed, *attempt, "release_timeout", ctx)
+                self.fail_release(*node_id, placed, *attempt, ("release_timeout", ""), ctx)
             }
             Phase::Releasing { node_id, attempt, until, .. } => {
                 self.asking_again(ctx).step("asking the node again").event(Event::ReleaseRequested {

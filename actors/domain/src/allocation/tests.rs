@@ -194,7 +194,7 @@ impl Story {
 
     fn clean_up_failed(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.told(Command::CleanupFailed { node_id: NODE, attempt, reason: "remains".into() })
+        self.told(Command::CleanupFailed { node_id: NODE, attempt, reason: "remains".into(), detail: String::new() })
     }
 
     fn cleaned(self) -> Self {
@@ -247,7 +247,8 @@ fn states() -> Vec<(&'static str, Story)> {
 
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
     let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into() };
-    let remains = |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into() };
+    let remains =
+        |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: String::new() };
     let release = || Command::Release { issue: None };
     vec![
         ("request", ann(), Command::Request(Box::new(request()))),
@@ -590,10 +591,26 @@ fn a_clean_up_that_takes_too_long_has_failed() {
 }
 
 #[test]
+fn failed_release_says_in_its_state_reason_what_is_left_and_where() {
+    let releasing = allocation().active().released_by_ann();
+    let (reason, detail) = ("cleanup_incomplete".to_owned(), "Tmp files of uid 70001 in /tmp (/tmp/x: EIO)".to_owned());
+    let failed = releasing.told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
+    let failed = failed.expect("release_failed");
+    let state_reason = &failed.allocation.history.last().unwrap().reason;
+    assert_eq!(state_reason, "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
+    // What is counted and published stays a code.
+    let Phase::ReleaseFailed { reason, .. } = &failed.allocation.phase else { panic!("{:?}", failed.allocation) };
+    assert_eq!(reason, "cleanup_incomplete");
+}
+
+#[test]
 fn a_failure_of_an_attempt_that_was_given_up_says_nothing() {
     let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
     assert_eq!(second.allocation.attempt(), 2);
-    second.told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into() }).unmoved().expect("releasing");
+    second
+        .told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
+        .unmoved()
+        .expect("releasing");
 }
 
 #[test]

@@ -83,8 +83,8 @@ impl Event {
             Self::TenantGone { node_id, allocation_id, attempt } => {
                 Reaction::Allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
             }
-            Self::TenantRemains { node_id, allocation_id, attempt, reason } => {
-                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason })
+            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
+                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
             }
             Self::ReleaseFailed { allocation_id, node_id, attempt, .. } => {
                 Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })

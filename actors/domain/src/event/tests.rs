@@ -44,7 +44,7 @@ pub(crate) fn every_event() -> Vec<Event> {
         Event::TenantReady { node_id, allocation_id },
         Event::TenantFailed { node_id, allocation_id, reason: text() },
         Event::TenantGone { node_id, allocation_id, attempt: 1 },
-        Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text() },
+        Event::TenantRemains { node_id, allocation_id, attempt: 1, reason: text(), detail: text() },
         Event::SkuStateChanged { sku_id: SkuId(Uuid::from_u128(3)), from: Some(text()), to: text() },
         Event::AllocationCounted { allocation_id, logins_revision: 1 },
         Event::PolicyWritten {

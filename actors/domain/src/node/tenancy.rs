@@ -341,9 +341,9 @@ impl Node {
             HoldPhase::ReleaseFailed { work } if work.attempt > attempt => return Step::stay(Reply::Done),
             // The attempt has failed already, and the allocation has not heard of it.
             HoldPhase::ReleaseFailed { work } if work.attempt == attempt => {
-                let reason = "clean_up_failed".to_owned();
+                let (reason, detail) = ("clean_up_failed".to_owned(), hold.remains.clone().unwrap_or_default());
                 return Step::to(self.clone(), Reply::Done, "asked again for a clean-up that has failed")
-                    .event(Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason });
+                    .event(Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail });
             }
             HoldPhase::Releasing { work } | HoldPhase::ReleaseFailed { work } => work.task_id,
             HoldPhase::Reserved | HoldPhase::Provisioning { .. } | HoldPhase::Ready | HoldPhase::SetupFailed { .. } => {
@@ -620,7 +620,7 @@ impl Node {
         }
         let why = format!("clean-up attempt {attempt} failed: {detail}");
         let reason = reason_code(&reason);
-        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason };
+        let remains = Event::TenantRemains { node_id: self.id, allocation_id, attempt, reason, detail };
         Step::to(next, Reply::Done, why).event(remains)
     }
 

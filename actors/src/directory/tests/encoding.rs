@@ -114,7 +114,7 @@ fn of_an_allocation() {
         Command::Provisioned { node_id: NODE },
         Command::ProvisionFailed { node_id: NODE, reason: text() },
         Command::Cleaned { node_id: NODE, attempt: 3 },
-        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text() },
+        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() },
         Command::StillCounted { logins_revision: 3 },
         Command::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 },
         Command::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 },
