@@ -2,16 +2,19 @@
 //!
 //! shadow's tools do the work. They copy each file to a backup (`passwd-`) before they change it, and such a copy would remember a
 //! tenant who is gone: the copies are put back as they were.
+//!
+//! Several agents may have tenants on one machine. They change its files one after the other, and give no uid that another one has given
+//! ([`Machine`]).
 
-use std::collections::BTreeMap;
-use std::fs::{self, FileTimes};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File, FileTimes};
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -31,6 +34,9 @@ const FILES: [(&str, Checked); 6] = [
 ];
 
 const ETC: &str = "/etc";
+/// As often as a tool is run that finds the accounts locked by another program, and the pause between: it waits 15 s itself.
+const TOOL_RUNS: usize = 3;
+const TOOL_PAUSE: Duration = Duration::from_secs(1);
 
 /// A tenant's account. Its gid is its uid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,26 +61,116 @@ struct Ledger {
     accounts: BTreeMap<Uuid, Account>,
 }
 
+/// The uids that each agent of this machine has given, by the file of its ledger: the first and the last. Within them others have none.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Claims(BTreeMap<PathBuf, (u32, u32)>);
+
+impl Claims {
+    /// Whether another agent may have given the uid.
+    fn has_another(&self, ledger: &Path, uid: u32) -> bool {
+        self.0.iter().any(|(of, (first, last))| of != ledger && (*first..=*last).contains(&uid))
+    }
+
+    /// Notes that the agent of this ledger gives the uid. An agent whose ledger is gone has left the machine.
+    fn claim(&mut self, ledger: &Path, uid: u32) {
+        self.0.retain(|of, _| of == ledger || of.exists());
+        let (first, last) = self.0.get(ledger).copied().unwrap_or((uid, uid));
+        self.0.insert(ledger.to_owned(), (first.min(uid), last.max(uid)));
+    }
+}
+
+/// What the agents of one machine share.
+struct Machine {
+    /// Held by whichever agent changes the machine's accounts.
+    lock: PathBuf,
+    claims: PathBuf,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self { lock: "/run/gpuaas-accounts.lock".into(), claims: "/var/lib/gpuaas-uids.json".into() }
+    }
+}
+
+impl Machine {
+    /// Keeps other agents from the accounts until it is dropped.
+    fn lock(&self) -> Result<File, StoreError> {
+        let lock = || {
+            let file = File::options().create(true).append(true).open(&self.lock)?;
+            file.lock().map(|()| file)
+        };
+        lock().map_err(StoreError::at("lock the accounts with", &self.lock))
+    }
+
+    fn claims(&self) -> Result<Claims, Failure> {
+        let text = store::read_if_there(&self.claims)?;
+        let claims = text.map(|text| serde_json::from_str(&text)).transpose();
+        let damaged = |error| {
+            let path = self.claims.display();
+            let message =
+                format!("{path} cannot be read ({error}); restore it, or remove it while no agent has tenants");
+            Failure::new("node_storage", message)
+        };
+        Ok(claims.map_err(damaged)?.unwrap_or_default())
+    }
+
+    fn write(&self, claims: &Claims) -> Result<(), Failure> {
+        let text = serde_json::to_vec(claims).map_err(|error| Failure::new("node_storage", error.to_string()))?;
+        Ok(store::write_atomically(&self.claims, &text, store::PRIVATE)?)
+    }
+
+    /// Runs one of shadow's tools, which refuse to work beside one another.
+    fn run(&self, tool: &str, args: &[&str]) -> Result<(), Failure> {
+        let _alone = self.lock()?;
+        let mut runs = 1;
+        loop {
+            let before: Vec<_> =
+                backups().into_iter().map(Kept::of).collect::<io::Result<_>>().map_err(failed(tool))?;
+            let ran = Command::new(tool).args(args).env("LC_ALL", "C").output();
+            for kept in before {
+                kept.put_back().map_err(failed(tool))?;
+            }
+            let ran = ran.map_err(failed(tool))?;
+            if ran.status.success() {
+                return Ok(());
+            }
+            let message = String::from_utf8_lossy(&ran.stderr);
+            // Another program of the machine changes them: a package that is installed, an administrator.
+            if runs < TOOL_RUNS && message.contains("try again later") {
+                runs += 1;
+                std::thread::sleep(TOOL_PAUSE);
+                continue;
+            }
+            return Err(Failure::new("account_tools", format!("{tool} failed ({}): {}", ran.status, message.trim())));
+        }
+    }
+}
+
 /// See the module's documentation.
 pub struct Accounts {
     uids: RangeInclusive<u32>,
     ledger_path: PathBuf,
     ledger: Mutex<Ledger>,
-    /// shadow's tools refuse to work beside one another.
-    tools: Mutex<()>,
+    machine: Machine,
 }
 
 impl Accounts {
     /// # Errors
     /// [`StoreError`] when the ledger cannot be read. It must not be lost: a uid that was given once could be given again.
     pub fn open(state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, StoreError> {
+        Self::open_on(Machine::default(), state_dir, uids)
+    }
+
+    fn open_on(machine: Machine, state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, StoreError> {
         let ledger_path = state_dir.join("accounts.json");
         let ledger = match store::read_if_there(&ledger_path)? {
             Some(text) => serde_json::from_str(&text)
                 .map_err(|error| StoreError::at("understand", &ledger_path)(io::Error::other(error)))?,
             None => Ledger::default(),
         };
-        Ok(Self { uids, ledger_path, ledger: Mutex::new(ledger), tools: Mutex::new(()) })
+        // There from the start, so that no tenant is what made it.
+        drop(machine.lock()?);
+        Ok(Self { uids, ledger_path, ledger: Mutex::new(ledger), machine })
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {
@@ -108,7 +204,7 @@ impl Accounts {
         let account = self.give(allocation_id, name)?;
         let id = account.uid.to_string();
         if !is_named(&Path::new(ETC).join("group"), &account)? {
-            self.run("groupadd", &["--gid", &id, "--", &account.name])?;
+            self.machine.run("groupadd", &["--gid", &id, "--", &account.name])?;
         }
         let home = home.to_string_lossy();
         let shell = if Path::new("/bin/bash").exists() { "/bin/bash" } else { "/bin/sh" };
@@ -129,20 +225,20 @@ impl Accounts {
         ];
         let mut args = args.concat();
         args.extend(["--no-user-group", "--no-create-home", "--no-log-init", "--", &account.name]);
-        self.run("useradd", &args)?;
+        self.machine.run("useradd", &args)?;
         Ok(account)
     }
 
     /// Removes the account from every file that names it. Those that still do are found by [`Accounts::look`].
     pub fn remove(&self, account: &Account) {
         if number_of("passwd", &account.name) == Some(account.uid) {
-            let _ = self.run("userdel", &["--", &account.name]);
+            let _ = self.machine.run("userdel", &["--", &account.name]);
         }
         if number_of("group", &account.name) == Some(account.uid) {
-            let _ = self.run("groupdel", &["--", &account.name]);
+            let _ = self.machine.run("groupdel", &["--", &account.name]);
         }
         // A crash between a tool and what puts its backups back leaves them; then they are cleaned line by line.
-        let _alone = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(_alone) = self.machine.lock() else { return };
         for backup in backups() {
             let _ = without_lines_of(&backup, account);
         }
@@ -192,9 +288,11 @@ impl Accounts {
         if let Some(account) = ledger.accounts.get(&allocation_id) {
             return Ok(account.clone());
         }
-        let taken = numbers_in_use()?;
+        let _alone = self.machine.lock()?;
+        let (taken, mut claims) = (numbers_in_use()?, self.machine.claims()?);
+        let is_free = |uid: &u32| !taken.contains(uid) && !claims.has_another(&self.ledger_path, *uid);
         let first = ledger.last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1)).max(*self.uids.start());
-        let uid = (first..=*self.uids.end()).find(|uid| !taken.contains(uid)).ok_or_else(|| {
+        let uid = (first..=*self.uids.end()).find(is_free).ok_or_else(|| {
             let message = format!(
                 "every uid of {}..={} was given once; widen SVC_NODE_AGENT_UIDS, a uid is never used twice",
                 self.uids.start(),
@@ -202,6 +300,8 @@ impl Accounts {
             );
             Failure::new("uids_exhausted", message)
         })?;
+        claims.claim(&self.ledger_path, uid);
+        self.machine.write(&claims)?;
         let account = Account { name: name.to_owned(), uid };
         ledger.last_uid = Some(uid);
         ledger.accounts.insert(allocation_id, account.clone());
@@ -213,21 +313,6 @@ impl Accounts {
         let text =
             serde_json::to_vec_pretty(ledger).map_err(|error| Failure::new("node_storage", error.to_string()))?;
         Ok(store::write_atomically(&self.ledger_path, &text, store::PRIVATE)?)
-    }
-
-    fn run(&self, tool: &str, args: &[&str]) -> Result<(), Failure> {
-        let _alone = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
-        let before: Vec<_> = backups().into_iter().map(Kept::of).collect::<io::Result<_>>().map_err(failed(tool))?;
-        let ran = Command::new(tool).args(args).output();
-        for kept in before {
-            kept.put_back().map_err(failed(tool))?;
-        }
-        let ran = ran.map_err(failed(tool))?;
-        if ran.status.success() {
-            return Ok(());
-        }
-        let said = String::from_utf8_lossy(&ran.stderr);
-        Err(Failure::new("account_tools", format!("{tool} failed ({}): {}", ran.status, said.trim())))
     }
 }
 
@@ -348,8 +433,8 @@ fn number_of(file: &str, name: &str) -> Option<u32> {
 }
 
 /// Every uid and gid that the machine's own files name.
-fn numbers_in_use() -> Result<std::collections::BTreeSet<u32>, Failure> {
-    let mut numbers = std::collections::BTreeSet::new();
+fn numbers_in_use() -> Result<BTreeSet<u32>, Failure> {
+    let mut numbers = BTreeSet::new();
     for file in ["passwd", "group"] {
         let text = store::read_if_there(&Path::new(ETC).join(file))?.unwrap_or_default();
         let fields = text.lines().flat_map(|line| line.split(':').skip(2).take(2));
@@ -397,7 +482,7 @@ mod tests {
     #[test]
     fn a_uid_is_given_once_whatever_becomes_of_its_allocation_and_its_agent() {
         let folder = tempfile::tempdir().unwrap();
-        let open = || Accounts::open(folder.path(), 70_000..=70_002).unwrap();
+        let open = || open(folder.path(), 70_000..=70_002).unwrap();
         let (one, two, three) = (Uuid::from_u128(1), Uuid::from_u128(2), Uuid::from_u128(3));
         let accounts = open();
         let first = accounts.give(one, "one").unwrap();
@@ -412,10 +497,46 @@ mod tests {
         assert_eq!(accounts.of(two), Some(second));
     }
 
+    /// An agent on a machine whose agents' shared files lie in the folder, too.
+    fn open(folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, StoreError> {
+        open_beside(folder, folder, uids)
+    }
+
+    fn open_beside(machine: &Path, folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, StoreError> {
+        let machine = Machine { lock: machine.join("lock"), claims: machine.join("uids.json") };
+        Accounts::open_on(machine, folder, uids)
+    }
+
+    #[test]
+    fn two_agents_on_one_machine_give_no_uid_twice_until_one_has_left() {
+        let machine = tempfile::tempdir().unwrap();
+        let [one, two] = ["one", "two"].map(|name| machine.path().join(name));
+        let agent = |folder: &Path| open_beside(machine.path(), folder, 70_000..=70_005).unwrap();
+        let mut given = Vec::new();
+        for n in 0..2 {
+            given.push(agent(&one).give(Uuid::from_u128(2 * n), "one").unwrap().uid);
+            given.push(agent(&two).give(Uuid::from_u128(2 * n + 1), "two").unwrap().uid);
+        }
+        assert_eq!(given, [70_000, 70_001, 70_002, 70_003]);
+        fs::remove_dir_all(&two).unwrap();
+        let next = || agent(&one).give(Uuid::new_v4(), "one").unwrap().uid;
+        assert_eq!([next(), next()], [70_004, 70_005]);
+        assert_eq!(fs::read_to_string(machine.path().join("uids.json")).unwrap().matches("accounts.json").count(), 1);
+    }
+
+    #[test]
+    fn uid_that_another_agent_gave_is_not_free() {
+        let (ours, theirs) = (Path::new("/a/accounts.json"), Path::new("/b/accounts.json"));
+        let claims =
+            Claims(BTreeMap::from([(ours.to_owned(), (70_000, 70_004)), (theirs.to_owned(), (70_002, 70_006))]));
+        let free: Vec<u32> = (70_000..=70_008).filter(|uid| !claims.has_another(ours, *uid)).collect();
+        assert_eq!(free, [70_000, 70_001, 70_007, 70_008]);
+    }
+
     #[test]
     fn a_ledger_that_cannot_be_read_gives_no_uid() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("accounts.json"), "{").unwrap();
-        assert!(Accounts::open(folder.path(), 70_000..=70_001).is_err());
+        assert!(open(folder.path(), 70_000..=70_001).is_err());
     }
 }
