@@ -4,6 +4,8 @@
 //! STATE/ssh/sshd_config     written at each start
 //!          /host_key(.pub)  made once: what the control plane tells tenants to expect
 //!          /sshd.pid        while it listens
+//!          /gpuaas-sshd-... the machine's sshd under the name of its PAM service
+//! /etc/pam.d/gpuaas-sshd-...   while it listens: gives each tenant its own /tmp
 //! ```
 //!
 //! The agent's own one lets in nobody but tenants, and those with a key alone. Whoever it has let in stays when it is started anew.
@@ -28,6 +30,7 @@ use tracing::{info, warn};
 use crate::backoff::Backoff;
 use crate::login;
 use crate::store::{self, StoreError};
+use crate::system::private;
 
 /// The machine's own host key.
 const OF_THE_MACHINE: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
@@ -35,6 +38,8 @@ const OF_THE_MACHINE: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
 const RUN_FOLDER: &str = "/run/sshd";
 /// Says that an agent of this state made that folder.
 const MADE: &str = "run-folder-made";
+/// Where PAM looks for what a service demands.
+const PAM: &str = "/etc/pam.d";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
@@ -58,6 +63,44 @@ pub enum SshError {
 pub struct Sshd {
     program: PathBuf,
     folder: PathBuf,
+    /// `None` where the machine's PAM cannot give tenants a `/tmp` of their own.
+    service: Option<PamService>,
+}
+
+/// What logins by this sshd go through. Its name is this agent's own, so that agents on one machine do not take it from each other.
+#[derive(Debug, Clone)]
+struct PamService {
+    name: String,
+}
+
+impl PamService {
+    fn of(state_dir: &Path) -> Option<Self> {
+        let known = Path::new(PAM).is_dir() && private::is_known_to_pam();
+        known.then(|| Self { name: Self::name(state_dir) })
+    }
+
+    fn name(state_dir: &Path) -> String {
+        let digest = hex::encode(Sha256::digest(state_dir.as_os_str().as_encoded_bytes()));
+        format!("gpuaas-sshd-{}", &digest[..8])
+    }
+
+    fn path(name: &str) -> PathBuf {
+        Path::new(PAM).join(name)
+    }
+
+    /// Keys alone let anybody in, which sshd decides. Where systemd runs, the machine's own service puts logins into their users' slices.
+    fn write(&self, systemd: bool) -> Result<(), StoreError> {
+        let machines = if systemd && Self::path("sshd").exists() {
+            "account include sshd\nsession include sshd\n"
+        } else {
+            "account required pam_unix.so\n"
+        };
+        let text = format!(
+            "# Written by the node agent at each start.\nauth required pam_deny.so\n{machines}\
+             session required pam_namespace.so mount_private ignore_config_error\n"
+        );
+        store::write_without_sync(&Self::path(&self.name), text.as_bytes(), store::PUBLIC)
+    }
 }
 
 impl Sshd {
@@ -69,19 +112,53 @@ impl Sshd {
         let program = PROGRAMS.iter().map(PathBuf::from).find(|path| path.is_file()).ok_or(SshError::NoProgram)?;
         let folder = state_dir.join("ssh");
         store::private_folder(&folder)?;
-        let sshd = Self { program, folder };
+        let mut sshd = Self { program, folder, service: PamService::of(state_dir) };
         if !sshd.host_key().exists() {
             let key = sshd.host_key();
             let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
             run("ssh-keygen", std::process::Command::new("ssh-keygen").args(arguments).arg(&key))?;
         }
         sshd.make_run_folder().map_err(StoreError::at("create", Path::new(RUN_FOLDER)))?;
-        // As PAM puts logins into their users' slices where systemd runs, and is of no use elsewhere.
-        let pam = Path::new("/run/systemd/system").is_dir();
-        store::write_atomically(&sshd.config(), sshd.configuration(keys, listen, pam).as_bytes(), store::PRIVATE)?;
-        run("sshd", std::process::Command::new(&sshd.program).arg("-t").arg("-f").arg(sshd.config()))?;
+        let systemd = Path::new("/run/systemd/system").is_dir();
+        if let Some(service) = sshd.service.clone() {
+            service.write(systemd)?;
+            sshd.take_the_name_of(&service).map_err(StoreError::at("link", &sshd.folder))?;
+        } else {
+            warn!(error_code = "pam_namespace_missing", "logins by SSH see the machine's /tmp; install pam_namespace");
+        }
+        sshd.configure(keys, listen, systemd)?;
         sshd.end_the_last_one();
         Ok(sshd)
+    }
+
+    /// Before OpenSSH 9.8 a PAM service is named as the program was started.
+    fn take_the_name_of(&mut self, service: &PamService) -> io::Result<()> {
+        // sshd starts itself again by this path, which has to be absolute.
+        let link = self.folder.canonicalize()?.join(&service.name);
+        match fs::remove_file(&link) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+        std::os::unix::fs::symlink(&self.program, &link)?;
+        self.program = link;
+        Ok(())
+    }
+
+    /// Writes the configuration, and has sshd check it. One that names its PAM service is not understood before OpenSSH 9.8.
+    fn configure(&self, keys: &Path, listen: SocketAddr, systemd: bool) -> Result<(), SshError> {
+        // Without a service of its own, PAM puts logins into their users' slices where systemd runs, and is of no use elsewhere.
+        let pam = systemd || self.service.is_some();
+        let base = self.configuration(keys, listen, pam);
+        let named = self.service.as_ref().map(|service| format!("{base}PAMServiceName {}\n", service.name));
+        let mut checked = Ok(());
+        for text in named.into_iter().chain([base]) {
+            store::write_atomically(&self.config(), text.as_bytes(), store::PRIVATE)?;
+            checked = run("sshd", std::process::Command::new(&self.program).arg("-t").arg("-f").arg(self.config()));
+            if checked.is_ok() {
+                break;
+            }
+        }
+        checked
     }
 
     /// Where it is not there, the machine has no sshd of its own, and a machine that leaves is to have none of it.
@@ -149,6 +226,9 @@ impl Sshd {
                         () = stop.cancelled() => {
                             self.end_the_last_one();
                             let _ = tokio::time::timeout(ENDS_WITHIN, sshd.wait()).await;
+                            if let Some(service) = &self.service {
+                                let _ = store::remove(&PamService::path(&service.name));
+                            }
                             return;
                         }
                     };
@@ -202,10 +282,24 @@ async fn line(said: &mut (impl AsyncBufRead + Unpin)) -> Option<String> {
 pub fn end_left_over(state_dir: &Path) {
     let folder = state_dir.join("ssh");
     end_listener(&folder.join("sshd.pid"), &folder.join("sshd_config"));
-    if folder.join(MADE).exists() {
+    let _ = store::remove(&PamService::path(&PamService::name(state_dir)));
+    if folder.join(MADE).exists() && !is_run_folder_used() {
         // Not where somebody else has put something into it.
         let _ = fs::remove_dir(RUN_FOLDER);
     }
+}
+
+/// Whether another sshd runs, of another agent or the machine's own: without the folder it lets nobody in.
+fn is_run_folder_used() -> bool {
+    let commands = fs::read_dir("/proc").into_iter().flatten().flatten().map(|entry| entry.path().join("cmdline"));
+    let is_sshd = |command: Vec<u8>| {
+        let program = command.split(|byte| *byte == 0).next().unwrap_or_default();
+        program
+            .rsplit(|byte| *byte == b'/')
+            .next()
+            .is_some_and(|name| name == b"sshd" || name.starts_with(b"gpuaas-sshd-"))
+    };
+    commands.filter_map(|path| fs::read(path).ok()).any(is_sshd)
 }
 
 fn end_listener(pid_file: &Path, config: &Path) {
@@ -274,7 +368,7 @@ mod tests {
             0o700,
         )
         .unwrap();
-        let sshd = Sshd { program, folder: folder.path().to_owned() };
+        let sshd = Sshd { program, folder: folder.path().to_owned(), service: None };
         let said = sshd.command().output().await.unwrap().stderr;
         let said = String::from_utf8(said).unwrap();
         let config = sshd.config().display().to_string();

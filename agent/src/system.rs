@@ -6,6 +6,7 @@
 //! /etc/sudoers.d/gpuaas-<name>   the few commands it may run as root
 //! STATE/accounts.json            which uids were ever given
 //! STATE/allocations/<id>/        the reservation; first to come, last to go
+//! STATE/private/                 each tenant's own /tmp, /var/tmp and /dev/shm ([`private`])
 //! ```
 //!
 //! Devices are kept apart by who owns their nodes ([`guard`]). Whatever a release finds left keeps the devices reserved.
@@ -36,18 +37,23 @@ pub mod accounts;
 pub mod guard;
 pub mod keyrings;
 pub mod mounts;
+pub mod private;
 pub mod processes;
+pub mod search;
 pub mod sudoers;
 pub mod traces;
 pub mod walk;
 
 use accounts::{Account, Accounts};
 use guard::Guard;
+use private::Private;
 use sudoers::SudoCommand;
 use traces::Traces;
 
 /// New homes begin with a copy of this.
 const SKELETON: &str = "/etc/skel";
+/// As often as one release removes what is left.
+const REMOVALS: usize = 3;
 /// How long a machine may take to go down.
 const RESTARTS_WITHIN: Duration = Duration::from_secs(120);
 
@@ -92,6 +98,7 @@ pub struct System {
     reservations: Reservations,
     accounts: Accounts,
     guard: Guard,
+    private: Private,
     queues: PathBuf,
 }
 
@@ -105,8 +112,12 @@ pub enum OpenError {
          ProtectHome, ProtectKernelTunables and whatever else gives a service mounts of its own"
     )]
     OwnMounts,
+    #[error("homes cannot lie in {}: tenants have a /tmp, /var/tmp and /dev/shm of their own; set SVC_NODE_AGENT_HOMES to another folder", .0.display())]
+    HomesAreCovered(PathBuf),
     #[error(transparent)]
     Store(#[from] StoreError),
+    #[error("the tenants' own folders cannot be made")]
+    Private(#[source] Failure),
     #[error("the devices cannot be guarded")]
     Guard(#[source] Failure),
 }
@@ -123,7 +134,11 @@ impl System {
         if !sees_the_machines_mounts() {
             return Err(OpenError::OwnMounts);
         }
+        if Private::covers(&settings.homes) {
+            return Err(OpenError::HomesAreCovered(settings.homes));
+        }
         let reservations = Reservations::open(state_dir)?;
+        let private = Private::open(state_dir)?;
         let accounts = Accounts::open(state_dir, settings.uids.clone())?;
         let make_keys = || {
             DirBuilder::new().recursive(true).mode(0o755).create(&settings.keys)?;
@@ -132,7 +147,8 @@ impl System {
         make_keys().map_err(StoreError::at("create", &settings.keys))?;
         let guard = Guard::of_this_machine(settings.devices.clone());
         let queues = state_dir.join("mqueue");
-        let system = Self { settings, gpus, reservations, accounts, guard, queues };
+        let system = Self { settings, gpus, reservations, accounts, guard, private, queues };
+        system.make_what_is_private().map_err(OpenError::Private)?;
         system.close_what_is_free().map_err(OpenError::Guard)?;
         system.open_what_is_held().map_err(OpenError::Guard)?;
         Ok(system)
@@ -148,6 +164,12 @@ impl System {
             }
         }
         Ok(())
+    }
+
+    /// What lies in memory is gone after a restart of the machine.
+    fn make_what_is_private(&self) -> Result<(), Failure> {
+        let accounts = self.reservations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
+        accounts.filter(Account::is_there).try_for_each(|account| self.private.make(&account))
     }
 
     fn close_what_is_free(&self) -> Result<(), Failure> {
@@ -168,7 +190,7 @@ impl System {
     fn release_account(&self, task: &Release, account: &Account) -> Result<Released, Failure> {
         let (home, keys) = (self.home_of(&account.name), self.keys_of(&account.name));
         let (homes, shared) = (&self.settings.homes, &self.settings.shared);
-        let traces = Traces { account, home: &home, homes, shared, queues: &self.queues };
+        let traces = Traces { account, home: &home, homes, shared, private: &self.private, queues: &self.queues };
         // No new login, nothing more to run as root, no device to open: then what runs is ended, then what lies is removed.
         let _ = store::remove(&keys);
         sudoers::forbid(&account.name);
@@ -182,22 +204,38 @@ impl System {
         keyrings::forget(account, &self.settings.program);
 
         // From here on everything is looked at again, whatever the removal thought it did.
-        let mut findings = self.accounts.look(account);
-        findings.extend([
-            processes::look(account),
-            sudoers::look(&account.name),
-            tenant::look_at_path(Checked::AuthorizedKeys, &keys),
-        ]);
-        findings.extend(traces.look());
-        findings.push(keyrings::look(account));
-        findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
-        findings.push(tenant::look_at_memory(&self.gpus, &task.devices));
+        let mut findings = self.look_for(task, account, &traces);
+        for _ in 1..REMOVALS {
+            if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
+                break;
+            }
+            // A neighbour may have moved something out of the removal's way.
+            ended += processes::end_all(account);
+            traces.remove();
+            findings = self.look_for(task, account, &traces);
+        }
         if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
             self.reservations.give_back(task.allocation_id)?;
             self.accounts.forget(task.allocation_id)?;
         }
         findings.push(self.reservations.look(task.allocation_id));
         Ok(Released { output: output([("processes_ended", json!(ended))]), findings })
+    }
+}
+
+impl System {
+    fn look_for(&self, task: &Release, account: &Account, traces: &Traces<'_>) -> Vec<Finding> {
+        let mut findings = self.accounts.look(account);
+        findings.extend([
+            processes::look(account),
+            sudoers::look(&account.name),
+            tenant::look_at_path(Checked::AuthorizedKeys, &self.keys_of(&account.name)),
+        ]);
+        findings.extend(traces.look());
+        findings.push(keyrings::look(account));
+        findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
+        findings.push(tenant::look_at_memory(&self.gpus, &task.devices));
+        findings
     }
 }
 
@@ -213,6 +251,7 @@ impl Executor for System {
         let (home, keys) = (self.home_of(&task.user_name), self.keys_of(&task.user_name));
         let account = self.accounts.make(task.allocation_id, &task.user_name, &home)?;
         make_home(&home, &account)?;
+        self.private.make(&account)?;
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
         self.guard.open(&self.gpus, &task.devices, &account)?;
         // Last: with its keys the tenant can come in, and everything is there.
@@ -257,7 +296,7 @@ impl Executor for System {
         let home_text = home.to_string_lossy();
         let environment = tenant::environment(task.allocation_id, &account.name, &tenant.devices, &home_text, "/tmp");
         let shell = tenant::login_shell(&environment, &home, Some(account.uid));
-        Ok(self.guard.in_slice(&account, shell))
+        Ok(self.private.around(&account, self.guard.in_slice(&account, shell)))
     }
 
     fn tenants(&self) -> Vec<Release> {

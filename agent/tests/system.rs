@@ -5,6 +5,7 @@
 mod hostile;
 mod machine;
 mod not_run;
+mod private;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,6 +28,8 @@ use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 const STATE: &str = "/var/lib/gpuaas-agent";
 const NAME: &str = "tena";
+/// Which uids the machine's agents gave: numbers, and nothing of a tenant.
+const UIDS: &str = "/var/lib/gpuaas-uids.json";
 
 /// A node with four GPUs whose device nodes are the kernel's null device under other names.
 struct Node {
@@ -196,7 +199,7 @@ fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
         fs::write("/etc/passwd-", "old:x:900:900::/:/bin/sh\n").unwrap();
         fs::create_dir_all("/tmp/others").unwrap();
         fs::set_permissions("/tmp/others", fs::Permissions::from_mode(0o1777)).unwrap();
-        let state = [Path::new(STATE)];
+        let state = [Path::new(STATE), Path::new(UIDS)];
         let before = look(&state);
 
         let id = Uuid::from_u128(1);
@@ -326,7 +329,7 @@ const HOSTILE: [&str; 9] = [
 fn no_value_of_a_task_is_ever_more_than_a_value() {
     machine::alone("no_value_of_a_task_is_ever_more_than_a_value", || {
         let node = Node::start();
-        let state = [Path::new(STATE)];
+        let state = [Path::new(STATE), Path::new(UIDS)];
         let before = look(&state);
         for (n, hostile) in HOSTILE.into_iter().enumerate() {
             let id = Uuid::from_u128(100 + n as u128);
@@ -381,7 +384,7 @@ fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
 #[test]
 fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() {
     machine::alone("an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up", || {
-        let state = [Path::new(STATE)];
+        let state = [Path::new(STATE), Path::new(UIDS)];
         let before = {
             let _ = Node::start();
             look(&state)
@@ -427,7 +430,7 @@ fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
             "rm -rf /home/tena/.ssh; ln -s /etc/ssh /home/tena/.ssh; echo mine > /home/tena/authorized_keys"
         ));
         let file = "/etc/ssh/gpuaas-keys/tena";
-        let except = [Path::new(STATE), Path::new(file)];
+        let except = [Path::new(STATE), Path::new(UIDS), Path::new(file)];
         let before = look(&except);
         for keys in [&["ssh-ed25519 AAAA", "ssh-ed25519 BBBB"][..], &["ssh-ed25519 BBBB"], &["ssh-ed25519 BBBB"], &[]] {
             node.system.reconcile_keys(&reconcile(id, NAME, keys)).unwrap();
@@ -487,5 +490,48 @@ fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
         assert_eq!(ask(id, "root").unwrap_err().code, "tenant_unknown");
         assert_clean(&node.release(id, NAME, &[0]));
         assert_eq!(ask(id, NAME).unwrap_err().code, "tenant_unknown");
+    });
+}
+
+#[test]
+fn two_agents_on_one_machine_neither_share_uids_nor_judge_each_others_tenants() {
+    machine::alone("two_agents_on_one_machine_neither_share_uids_nor_judge_each_others_tenants", || {
+        fs::write("/etc/passwd-", "old:x:900:900::/:/bin/sh\n").unwrap();
+        let one = Node::start();
+        // With the same range of uids, the same homes and a state of its own. Devices are never another agent's.
+        let settings = Settings {
+            devices: "/dev/none".into(),
+            program: env!("CARGO_BIN_EXE_gpuaas-agent").into(),
+            ..Settings::default()
+        };
+        let state = Path::new("/var/lib/second-agent");
+        fs::create_dir_all(state).unwrap();
+        let gpus = Arc::clone(&one.gpus);
+        let two = Node { system: System::open(state, settings, Arc::clone(&gpus)).unwrap(), gpus };
+        let stays = two.make(Uuid::from_u128(900), "stays", &[3]);
+        assert!(can(stays, "echo x > /tmp/stays"));
+        let mut running = spawn(stays, "exec sleep 1000");
+        let rents = |node: &Node, prefix: &str, device: usize| -> Vec<u32> {
+            let rent = |n: u128| {
+                let (id, name) = (Uuid::from_u128(100 * (device as u128 + 1) + n), format!("{prefix}{n}"));
+                let uid = node.make(id, &name, &[device]);
+                assert!(can(uid, &format!("echo x > /tmp/{name}; echo x > /home/{name}/x")), "{name}");
+                assert_clean(&node.release(id, &name, &[device]));
+                uid
+            };
+            (0..5).map(rent).collect()
+        };
+        let given = std::thread::scope(|scope| {
+            let others = scope.spawn(|| rents(&two, "two", 1));
+            let mut given = rents(&one, "one", 0);
+            given.extend(others.join().unwrap());
+            given
+        });
+        let different: std::collections::BTreeSet<u32> = given.iter().copied().chain([stays]).collect();
+        assert_eq!(different.len(), 11, "{given:?} {stays}");
+        assert_eq!(fs::read_to_string("/etc/passwd-").unwrap(), "old:x:900:900::/:/bin/sh\n");
+        assert!(running.try_wait().unwrap().is_none() && Path::new("/tmp/stays").exists());
+        assert_clean(&two.release(Uuid::from_u128(900), "stays", &[3]));
+        running.wait().unwrap();
     });
 }

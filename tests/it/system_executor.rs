@@ -8,8 +8,8 @@ use tests::world::machine::Machine;
 use tests::world::{GPU_MEMORY_MIB, OnboardedNode, REGION, Rented, World, id_of, ssh_public_key};
 
 pub(crate) const GPUS: u32 = 4;
-/// The agent's own state, and logs that only grow: all that a tenant may leave.
-const MAY_CHANGE: [&str; 2] = ["/var/lib/gpuaas-agent", "/var/log"];
+/// The agent's own state, the uids that were given, and logs that only grow: all that a tenant may leave.
+const MAY_CHANGE: [&str; 3] = ["/var/lib/gpuaas-agent", "/var/lib/gpuaas-uids.json", "/var/log"];
 
 /// A node whose agent is root on a machine that is thrown away, set up by the bootstrap script.
 pub(crate) async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machine)> {
@@ -200,11 +200,14 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
     assert!(ann.run(port, "root@127.0.0.1", "true").unwrap_err().contains("Permission denied"));
     // A session that is open ends with the allocation.
     let open = std::thread::spawn(move || (ann.run(port, &login, "echo x > /tmp/x; sleep 1000"), ann, login));
-    while !machine.view().at("/tmp/x").exists() {
+    // In a /tmp of the tenant's own.
+    let own = format!("/var/lib/gpuaas-agent/private/tmp/{user}");
+    while !machine.view().at(&own).join("x").exists() {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     allocation.release().await;
     allocation.expect_state("released").await;
+    assert!(!machine.view().at(&own).exists() && !machine.view().at("/tmp/x").exists());
     let (ended, ann, login) = open.join().unwrap();
     assert!(ended.is_err(), "{ended:?}");
     assert!(ann.run(port, &login, "true").unwrap_err().contains("Permission denied"));

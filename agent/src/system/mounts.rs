@@ -1,7 +1,7 @@
 //! What is mounted on the machine, and what of it is a tenant's doing: in its own folders, or through FUSE, which needs no root.
 
-use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::os::fd::AsFd as _;
@@ -14,14 +14,42 @@ use nix::mount::{MntFlags, umount2};
 use super::accounts::Account;
 use super::walk;
 
+/// File systems whose files are what a kernel says of itself, and no account's. A look into them may fail for reasons of their own
+/// (`/proc/<pid>` of a process that ends).
+const PSEUDO: [&str; 18] = [
+    "autofs",
+    "binfmt_misc",
+    "bpf",
+    "cgroup",
+    "cgroup2",
+    "configfs",
+    "debugfs",
+    "devpts",
+    "efivarfs",
+    "fusectl",
+    "mqueue",
+    "nsfs",
+    "proc",
+    "pstore",
+    "rpc_pipefs",
+    "securityfs",
+    "sysfs",
+    "tracefs",
+];
+
 /// The mounts of this machine, by where they are. Of several on one place the last, which is the one that is seen.
 #[derive(Debug, Default)]
-pub struct Mounts(BTreeMap<PathBuf, Mount>);
+pub struct Mounts {
+    by_path: BTreeMap<PathBuf, Mount>,
+    /// The last parts of their paths, for a quick no.
+    names: BTreeSet<OsString>,
+}
 
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     /// Its files are what some user's program says.
     is_fuse: bool,
+    is_pseudo: bool,
     /// Who mounted it, as FUSE notes it.
     user: Option<u32>,
 }
@@ -44,21 +72,30 @@ impl Mounts {
                 .split(|byte| *byte == b',')
                 .find_map(|option| std::str::from_utf8(option.strip_prefix(b"user_id=")?).ok()?.parse().ok());
             let is_fuse = *kind == b"fuse" || kind.starts_with(b"fuse.") || *kind == b"fuseblk";
-            Some((point, Mount { is_fuse, user: user.filter(|_| is_fuse) }))
+            let is_pseudo = PSEUDO.iter().any(|name| name.as_bytes() == *kind);
+            Some((point, Mount { is_fuse, is_pseudo, user: user.filter(|_| is_fuse) }))
         };
-        Self(table.split(|byte| *byte == b'\n').filter_map(mount).collect())
+        let by_path: BTreeMap<PathBuf, Mount> = table.split(|byte| *byte == b'\n').filter_map(mount).collect();
+        let names = by_path.keys().filter_map(|point| point.file_name().map(OsStr::to_owned)).collect();
+        Self { by_path, names }
     }
 
     /// Whether something is mounted there.
     #[must_use]
     pub fn has(&self, path: &Path) -> bool {
-        self.0.contains_key(path)
+        self.by_path.contains_key(path)
     }
 
-    /// Mounted strictly below the folder, and to be looked into: what a user's own program shows there is no file of anybody's.
+    /// Whether anything is mounted under this name, wherever.
+    #[must_use]
+    pub fn has_named(&self, name: &OsStr) -> bool {
+        self.names.contains(name)
+    }
+
+    /// Mounted strictly below the folder, and to be looked into: what a user's own program or the kernel shows there is no account's file.
     pub fn to_be_looked_into_below<'a>(&'a self, folder: &'a Path) -> impl Iterator<Item = PathBuf> + 'a {
-        let below = self.0.iter().filter(move |(point, _)| point.starts_with(folder) && *point != folder);
-        below.filter(|(_, mount)| !mount.is_fuse).map(|(point, _)| point.clone())
+        let below = self.by_path.iter().filter(move |(point, _)| point.starts_with(folder) && *point != folder);
+        below.filter(|(_, mount)| !mount.is_fuse && !mount.is_pseudo).map(|(point, _)| point.clone())
     }
 
     /// What the tenant has mounted, or had mounted for it, deepest first: at or below its folders, whatever shows as its own, and through
@@ -72,7 +109,7 @@ impl Mounts {
                     .ancestors()
                     .any(|folder| fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.uid() == account.uid))
         };
-        let theirs = self.0.iter().filter(|(point, mount)| is_the_tenants(point, mount));
+        let theirs = self.by_path.iter().filter(|(point, mount)| is_the_tenants(point, mount));
         let mut theirs: Vec<PathBuf> = theirs.map(|(point, _)| point.clone()).collect();
         theirs.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
         theirs
@@ -122,6 +159,8 @@ mod tests {
         31 24 0:27 / /opt/data rw - fuse.sshfs host: rw,user_id=70001,group_id=70001\n\
         32 24 0:28 / /tmp/mine rw - fuse host: rw,user_id=1000\n\
         33 24 0:29 / /tmp/scratch rw - tmpfs tmpfs rw\n\
+        34 24 0:30 / /tmp/proc rw - proc proc rw\n\
+        35 24 0:31 / /tmp/groups rw - cgroup2 cgroup2 rw\n\
         cut off\n";
 
     #[test]
@@ -134,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_user_s_program_shows_is_not_looked_into() {
+    fn what_a_users_program_or_the_kernel_shows_is_not_looked_into() {
         let mounts = Mounts::read(TABLE);
         let below: Vec<_> = mounts.to_be_looked_into_below(Path::new("/tmp")).collect();
         assert_eq!(below, [PathBuf::from("/tmp/scratch")]);

@@ -7,12 +7,15 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use wire::proof::{Checked, Finding};
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use wire::proof::{Checked, Finding, Outcome};
 
 use super::accounts::Account;
 use super::mounts::{self, Mounts};
-use super::walk::{self, Entry};
+use super::private::Private;
+use super::search::{self, Searched};
+use super::walk::{self, Entry, Scope};
 use crate::tenant::{finding, look_at_path};
 
 /// As many paths as a finding names.
@@ -69,6 +72,8 @@ pub struct Traces<'a> {
     pub homes: &'a Path,
     /// Further places where every user may leave files.
     pub shared: &'a [PathBuf],
+    /// The tenants' own `/tmp` and the like.
+    pub private: &'a Private,
     /// A folder of the agent's own, to look at message queues through where the machine shows them nowhere.
     pub queues: &'a Path,
 }
@@ -79,29 +84,22 @@ impl Traces<'_> {
         for point in self.mounts().unwrap_or_default() {
             let _ = mounts::unmount(&point);
         }
+        self.private.remove(self.account);
         // What is mounted still is passed by.
         let Ok(mounts) = Mounts::of_this_machine() else { return };
-        let _ = walk::remove_at(self.home, &mounts);
+        let _ = walk::remove_at(self.home, &mounts, self.account.uid);
         for (_, folder) in self.places() {
-            let remove = |entry: &Entry<'_>| {
-                let _ = entry.remove(&mounts);
-                ControlFlow::Continue(())
-            };
-            let _ = walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, remove);
+            self.remove_in(&self.folders_of(&folder, &mounts), &mounts);
         }
         for (_, path) in self.named() {
-            let _ = walk::remove_at(&path, &mounts);
+            let _ = walk::remove_at(&path, &mounts, self.account.uid);
         }
         for path in self.dumps().unwrap_or_default() {
-            let _ = walk::remove_at(&path, &mounts);
+            let _ = walk::remove_at(&path, &mounts, self.account.uid);
         }
         let _ = self.with_queues(|folder| {
-            let mounts = Mounts::of_this_machine()?;
-            let remove = |entry: &Entry<'_>| {
-                let _ = entry.remove(&mounts);
-                ControlFlow::Continue(())
-            };
-            walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, remove)
+            self.remove_in(&[folder.to_owned()], &Mounts::default());
+            Ok(())
         });
         for listing in &SYSV {
             for id in self.sysv(listing).unwrap_or_default() {
@@ -115,9 +113,11 @@ impl Traces<'_> {
     #[must_use]
     pub fn look(&self) -> Vec<Finding> {
         let mut findings = vec![look_at_path(Checked::Home, self.home), self.look_at_mounts()];
+        findings.extend(self.private.look(self.account));
         for (what, folder) in self.places() {
             let looked_for = format!("files of uid {} in {}", self.account.uid, folder.display());
-            findings.push(finding(what, looked_for, shown(self.owned_in(folder))));
+            let searched = search::owned_by(self.account.uid, |mounts| self.folders_of(&folder, mounts));
+            findings.push(searched_finding(what, looked_for, searched));
         }
         findings.extend(self.named().into_iter().map(|(what, path)| look_at_path(what, &path)));
         let looked_for = format!("dumps of uid {} in {DUMPS}", self.account.uid);
@@ -128,10 +128,18 @@ impl Traces<'_> {
     }
 
     /// Where every user may leave files, and where tenants have theirs.
-    fn places(&self) -> impl Iterator<Item = (Checked, &Path)> {
-        let usual = SHARED.into_iter().map(|(what, folder)| (what, Path::new(folder)));
-        let further = self.shared.iter().map(|folder| (Checked::Tmp, folder.as_path()));
-        usual.chain(further).chain([(Checked::Home, self.homes)])
+    fn places(&self) -> Vec<(Checked, PathBuf)> {
+        let usual = SHARED.into_iter().map(|(what, folder)| (what, PathBuf::from(folder)));
+        let further = self.shared.iter().map(|folder| (Checked::Tmp, folder.clone()));
+        usual.chain(further).chain(self.private.places()).chain([(Checked::Home, self.homes.to_owned())]).collect()
+    }
+
+    fn remove_in(&self, folders: &[PathBuf], mounts: &Mounts) {
+        let remove = |entry: &Entry<'_>| {
+            let _ = entry.remove(mounts, self.account.uid);
+            ControlFlow::Continue(())
+        };
+        walk::owned_by(Scope { id: self.account.uid, owners: None }, folders, mounts, remove);
     }
 
     /// The place, and what is mounted below it. Among the homes that is the machine's own people's, elsewhere kept and not for tenants.
@@ -145,8 +153,8 @@ impl Traces<'_> {
     }
 
     fn look_at_queues(&self) -> Finding {
-        let found = self.with_queues(|folder| self.owned_in(folder));
-        finding(Checked::PosixIpc, format!("message queues of uid {}", self.account.uid), shown(found))
+        let searched = self.with_queues(|folder| search::owned_by(self.account.uid, |_| vec![folder.to_owned()]));
+        searched_finding(Checked::PosixIpc, format!("message queues of uid {}", self.account.uid), searched)
     }
 
     fn look_at_sysv(&self) -> Finding {
@@ -184,32 +192,25 @@ impl Traces<'_> {
         NAMED.into_iter().flat_map(both).collect()
     }
 
-    /// What the tenant owns in a folder, at any depth, but not below what it owns: that goes with it. The first of it, where it is much.
-    fn owned_in(&self, folder: &Path) -> io::Result<Vec<PathBuf>> {
-        let mut owned = Vec::new();
-        let note = |entry: &Entry<'_>| {
-            owned.push(entry.path.clone());
-            if owned.len() < SHOWN { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        };
-        let mounts = Mounts::of_this_machine()?;
-        walk::owned_by(self.account.uid, &self.folders_of(folder, &mounts), &mounts, note)?;
-        owned.sort();
-        Ok(owned)
-    }
-
-    /// Message queues live in no folder until one is mounted.
-    fn with_queues<T: Default>(&self, look: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<T> {
+    /// Message queues live in no folder until one is mounted: here in a mount namespace of this look's own, which ends with it, so that looks
+    /// at once do not meet.
+    fn with_queues<T: Default + Send>(&self, look: impl FnOnce(&Path) -> io::Result<T> + Send) -> io::Result<T> {
         fs::create_dir_all(self.queues)?;
-        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-        match mount(Some("mqueue"), self.queues, Some("mqueue"), flags, None::<&str>) {
-            Ok(()) => {}
-            // This kernel has none.
-            Err(nix::Error::ENODEV) => return Ok(T::default()),
-            Err(error) => return Err(error.into()),
-        }
-        let looked = look(self.queues);
-        umount2(self.queues, MntFlags::MNT_DETACH)?;
-        looked
+        let apart = || {
+            unshare(CloneFlags::CLONE_NEWNS)?;
+            // Nothing of it reaches the machine.
+            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+            let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+            match mount(Some("mqueue"), self.queues, Some("mqueue"), flags, None::<&str>) {
+                Ok(()) => look(self.queues),
+                // This kernel has none.
+                Err(nix::Error::ENODEV) => Ok(T::default()),
+                Err(error) => Err(error.into()),
+            }
+        };
+        // A namespace is a thread's.
+        let looked = std::thread::scope(|scope| scope.spawn(apart).join());
+        looked.unwrap_or_else(|_| Err(io::Error::other("the look at message queues ended without an answer")))
     }
 
     fn sysv(&self, listing: &Listing) -> io::Result<Vec<String>> {
@@ -227,5 +228,17 @@ impl Traces<'_> {
 }
 
 fn shown(found: io::Result<Vec<PathBuf>>) -> io::Result<Vec<String>> {
-    found.map(|paths| paths.iter().take(SHOWN).map(|path| path.display().to_string()).collect())
+    found.map(|paths| paths.iter().take(SHOWN).map(|path| walk::shortened(path)).collect())
+}
+
+fn searched_finding(what: Checked, looked_for: String, searched: io::Result<Searched>) -> Finding {
+    let (owned, unsettled) = match searched {
+        Ok(searched) => (Ok(searched.owned), searched.unsettled),
+        Err(error) => (Err(error), Vec::new()),
+    };
+    let mut found = finding(what, looked_for, shown(owned));
+    if found.outcome == Outcome::Gone && !unsettled.is_empty() {
+        found.detail = Some(format!("other accounts changed their folders meanwhile: {}", search::named(&unsettled)));
+    }
+    found
 }

@@ -1,78 +1,172 @@
 //! A walk through folders that tenants write to while it goes on.
 //!
-//! Whatever they rename, swap for links or nest: it goes from an open folder to what is in it by name and follows no link, so it never
-//! leaves the folder that it began in, and what is removed is removed where it was found. It keeps few folders open, however deep it gets.
+//! It goes from an open folder to what is in it by name, follows no link and crosses no mount, so it never leaves the folder that it began
+//! in, and what is removed is removed where it was found. It keeps few folders open, however deep it gets. What it cannot look at does not
+//! end it: the rest is searched, and each such place is reported as a [`Trouble`].
 
-use std::ffi::{CString, OsStr};
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, OsStr};
+use std::fmt;
 use std::io;
 use std::ops::ControlFlow;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
 
 use nix::dir::Dir;
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
-use nix::unistd::{UnlinkatFlags, unlinkat};
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2};
+use nix::sys::stat::{FileStat, Mode, SFlag, fchmod, fstat, fstatat};
+use nix::unistd::{UnlinkatFlags, fchown, unlinkat};
 
 use super::mounts::Mounts;
 
-/// Folders on the way down that are kept open.
+/// Folders nearest to the one that is looked into, which are kept open.
 const OPEN: usize = 64;
+/// Folders nearest to the start, which are kept open too: the way back to them cannot be lost.
+const PINNED: usize = 32;
+/// As often as one walk looks for a lost way back from the top.
+const LOST_WAYS: usize = 16;
+/// The kernel's clock for changes of files may lie behind its clock by so much.
+const CLOCK_LAG: Duration = Duration::from_millis(10);
+/// As much of a path as a message shows. Tenants nest folders without bound.
+const SHOWN: usize = 256;
 const FOLDER: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
+
+/// A place that a walk could not look at as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trouble {
+    pub path: PathBuf,
+    /// Whoever is able to bring it about: the owner of the folder, or, in a sticky folder, of the entry.
+    pub owner: u32,
+    pub cause: Cause,
+}
+
+/// Why a place could not be looked at as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// Entries came or went while the folder was listed.
+    Changed,
+    /// The entry was listed and is not there.
+    Vanished(Errno),
+    /// The folder is not where the walk came from.
+    Moved,
+    Failed(Errno),
+}
+
+impl Trouble {
+    /// Whether the account may decide over the outcome of a search for what `id` owns. What another account changes in its own folders must
+    /// not: its owner could as well have copied what is in them.
+    #[must_use]
+    pub fn is_decisive(&self, id: u32) -> bool {
+        match self.cause {
+            Cause::Failed(_) => true,
+            Cause::Moved => self.owner == 0 || self.owner == id,
+            Cause::Changed | Cause::Vanished(_) => self.owner == id,
+        }
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = shortened(&self.path);
+        match self.cause {
+            Cause::Changed => write!(f, "{path}: it changed while it was listed"),
+            Cause::Moved => write!(f, "{path}: it was moved while it was searched"),
+            Cause::Vanished(errno) | Cause::Failed(errno) => write!(f, "{path}: {errno}"),
+        }
+    }
+}
+
+/// A path as a message shows it.
+#[must_use]
+pub fn shortened(path: &Path) -> String {
+    let text = path.display().to_string();
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
 
 /// Something in a folder.
 pub struct Entry<'a> {
     folder: BorrowedFd<'a>,
     name: &'a OsStr,
-    /// Where it was when it was found.
-    pub path: PathBuf,
+    start: &'a Path,
+    /// The folders between the start and the entry.
+    way: &'a [CString],
     is_folder: bool,
+    /// Device and inode.
+    id: (u64, u64),
 }
 
-/// Looks through folders for what a uid or a gid owns; not below what it owns, that goes with it, nor into what is mounted there. `found`
-/// may end the walk.
-///
-/// # Errors
-/// A folder could not be looked into. One that is not there has nothing in it.
+/// Which folders a search looks into.
+#[derive(Debug, Clone, Copy)]
+pub struct Scope<'a> {
+    /// What owns what is searched for: a uid, which is a gid, too.
+    pub id: u32,
+    /// Of the folders that lie directly in a start only those of these owners, and those that everybody may write to. `None`: all.
+    pub owners: Option<&'a BTreeSet<u32>>,
+}
+
+/// Looks through folders for what an account owns; not below what it owns, that goes with it, nor into what is mounted there. `found`
+/// may end the walk. Returns what could not be looked at.
 pub fn owned_by(
-    id: u32,
+    scope: Scope<'_>,
     folders: &[PathBuf],
     mounts: &Mounts,
-    mut found: impl FnMut(&Entry<'_>) -> ControlFlow<()>,
-) -> io::Result<()> {
+    found: impl FnMut(&Entry<'_>) -> ControlFlow<()>,
+) -> Vec<Trouble> {
+    let mut search = Search { scope, found, is_over: false };
+    let mut troubles = Vec::new();
     for start in folders {
         // The folder itself may be a link of the machine's own.
-        let opened = openat(AT_FDCWD, start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty());
-        let opened = match opened {
-            Ok(opened) => opened,
-            Err(Errno::ENOENT) => continue,
-            Err(error) => return Err(error.into()),
-        };
-        let mut is_over = false;
-        let walk = Walk { mounts, path: start.clone() };
-        let enter = |entry: &Entry<'_>, status: &FileStat| {
-            if is_over || (status.st_uid != id && status.st_gid != id) {
-                return Ok(entry.is_folder && !is_over);
-            }
-            is_over = found(entry).is_break();
-            Ok(false)
-        };
-        walk.run(opened, enter, |_, _| Ok(()))?;
-        if is_over {
+        match openat(AT_FDCWD, start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty()) {
+            Ok(opened) => troubles.extend(Walk::of(start, mounts).run(opened, &mut search)),
+            // One that is not there has nothing in it, nor has a file that something is mounted on.
+            Err(Errno::ENOENT | Errno::ENOTDIR) => {}
+            Err(errno) => troubles.push(Trouble { path: start.clone(), owner: 0, cause: Cause::Failed(errno) }),
+        }
+        if search.is_over {
             break;
         }
     }
-    Ok(())
+    troubles
+}
+
+struct Search<'a, F> {
+    scope: Scope<'a>,
+    found: F,
+    is_over: bool,
+}
+
+impl<F: FnMut(&Entry<'_>) -> ControlFlow<()>> Visitor for Search<'_, F> {
+    fn entry(&mut self, entry: &Entry<'_>, status: &FileStat) -> Result<bool, Errno> {
+        if self.is_over {
+            return Ok(false);
+        }
+        if status.st_uid == self.scope.id || status.st_gid == self.scope.id {
+            self.is_over = (self.found)(entry).is_break();
+            return Ok(false);
+        }
+        let is_left_out = |owners: &BTreeSet<u32>| {
+            entry.way.is_empty() && !owners.contains(&status.st_uid) && status.st_mode & 0o022 == 0
+        };
+        Ok(entry.is_folder && !self.scope.owners.is_some_and(is_left_out))
+    }
+
+    fn notes_changes(&self) -> bool {
+        true
+    }
 }
 
 /// Removes what is at a path, with all in it, also where it was made immutable. The folders on the way are to be root's alone.
 ///
 /// # Errors
 /// Something of it is left.
-pub fn remove_at(path: &Path, mounts: &Mounts) -> io::Result<()> {
+pub fn remove_at(path: &Path, mounts: &Mounts, owner: u32) -> io::Result<()> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
@@ -86,7 +180,16 @@ pub fn remove_at(path: &Path, mounts: &Mounts) -> io::Result<()> {
         Err(Errno::ENOENT) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    Entry { folder: folder.as_fd(), name, path: path.to_owned(), is_folder: is_folder(&status) }.remove(mounts)
+    let id = (status.st_dev, status.st_ino);
+    let entry = Entry { folder: folder.as_fd(), name, start: parent, way: &[], is_folder: is_folder(&status), id };
+    entry.remove(mounts, owner)
+}
+
+/// Removes everything in the folder at a path, which stays. The folders on the way are to be root's alone.
+pub fn empty(path: &Path, owner: u32) {
+    if let Ok(opened) = openat(AT_FDCWD, path, FOLDER, Mode::empty()) {
+        Walk::of(path, &Mounts::default()).run(opened, &mut Removal { owner });
+    }
 }
 
 /// The folder at a path without any link in it, opened so that nobody can swap a part of the way meanwhile.
@@ -114,49 +217,122 @@ pub fn path_in(folder: BorrowedFd<'_>, name: &OsStr) -> PathBuf {
 }
 
 impl Entry<'_> {
-    /// Removes it, with all in it, following no link, also where it was made immutable.
+    /// Where it was when it was found.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
+        joined(self.start, self.way).join(self.name)
+    }
+
+    /// Removes it, with all in it, following no link, also where it was made immutable. Its folders are given to `owner` and closed to
+    /// everybody else before, so that no other account goes on filling them.
     ///
     /// # Errors
     /// Something of it is left.
-    pub fn remove(&self, mounts: &Mounts) -> io::Result<()> {
-        match self.try_to_remove(mounts) {
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                // The tool follows no link below the folder that it is given.
-                let mut chattr = Command::new("chattr");
-                chattr.args(["-R", "-f", "-i", "-a", "--"]).arg(path_in(self.folder, self.name));
-                let _ = chattr.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-                self.try_to_remove(mounts)
-            }
-            removed => removed,
-        }
-    }
-
-    fn try_to_remove(&self, mounts: &Mounts) -> io::Result<()> {
+    pub fn remove(&self, mounts: &Mounts, owner: u32) -> io::Result<()> {
+        let path = self.path();
         // What lies behind it is not the tenant's.
-        if mounts.has(&self.path) {
+        if mounts.has(&path) {
             return Err(io::Error::from(io::ErrorKind::ResourceBusy));
         }
         if !self.is_folder {
-            return Ok(unlinkat(self.folder, self.name, UnlinkatFlags::NoRemoveDir)?);
+            return Ok(unlink(self.folder, self.name, UnlinkatFlags::NoRemoveDir)?);
         }
-        let opened = openat(self.folder, self.name, FOLDER, Mode::empty())?;
-        let walk = Walk { mounts, path: self.path.clone() };
-        let enter = |entry: &Entry<'_>, _: &FileStat| {
-            if !entry.is_folder {
-                unlinkat(entry.folder, entry.name, UnlinkatFlags::NoRemoveDir)?;
-            }
-            Ok(entry.is_folder)
-        };
-        walk.run(opened, enter, |folder, name| Ok(unlinkat(folder, name, UnlinkatFlags::RemoveDir)?))?;
-        Ok(unlinkat(self.folder, self.name, UnlinkatFlags::RemoveDir)?)
+        let opened = open_below(self.folder, self.name)?;
+        // Another folder may have been put in its place.
+        if id_of(&opened) != Some(self.id) {
+            return Err(Errno::ESTALE.into());
+        }
+        let troubles = Walk::of(&path, mounts).run(opened, &mut Removal { owner });
+        match unlink(self.folder, self.name, UnlinkatFlags::RemoveDir) {
+            Ok(()) | Err(Errno::ENOENT) => Ok(()),
+            Err(errno) => Err(troubles.first().map_or_else(|| errno.into(), |why| io::Error::other(why.to_string()))),
+        }
+    }
+}
+
+struct Removal {
+    owner: u32,
+}
+
+impl Visitor for Removal {
+    fn open(&mut self, folder: BorrowedFd<'_>, status: &FileStat) {
+        if status.st_uid != self.owner || status.st_mode & 0o777 != 0o700 {
+            // What is not theirs to change fails where it is removed.
+            let _ = fchown(folder, Some(self.owner.into()), Some(self.owner.into()));
+            let _ = fchmod(folder, Mode::S_IRWXU);
+        }
+    }
+
+    fn entry(&mut self, entry: &Entry<'_>, _: &FileStat) -> Result<bool, Errno> {
+        if !entry.is_folder {
+            unlink(entry.folder, entry.name, UnlinkatFlags::NoRemoveDir)?;
+        }
+        Ok(entry.is_folder)
+    }
+
+    fn leave(&mut self, folder: BorrowedFd<'_>, name: &OsStr) -> Result<(), Errno> {
+        unlink(folder, name, UnlinkatFlags::RemoveDir)
+    }
+}
+
+/// Removes one name from a folder, also where either was made immutable.
+fn unlink(folder: BorrowedFd<'_>, name: &OsStr, flag: UnlinkatFlags) -> Result<(), Errno> {
+    match unlinkat(folder, name, flag) {
+        Err(Errno::EPERM) => {
+            let mut chattr = Command::new("chattr");
+            chattr.args(["-f", "-i", "-a", "--"]).arg(path_in(folder, OsStr::new("."))).arg(path_in(folder, name));
+            let _ = chattr.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+            unlinkat(folder, name, flag)
+        }
+        done => done,
+    }
+}
+
+/// The folder of that name in another. `EXDEV` where something is mounted there.
+fn open_below<P: ?Sized + nix::NixPath>(folder: impl AsFd + Copy, name: &P) -> Result<OwnedFd, Errno> {
+    let how = OpenHow::new().flags(FOLDER).resolve(ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    match openat2(folder, name, how) {
+        // A kernel before 5.6. The table of mounts is all that is left there.
+        Err(Errno::ENOSYS) => openat(folder, name, FOLDER, Mode::empty()),
+        // The folder above was moved while this went through.
+        Err(Errno::EAGAIN) => openat2(folder, name, how),
+        opened => opened,
+    }
+}
+
+/// Whether something is mounted over that name, which then need not answer.
+fn is_mounted_over(folder: BorrowedFd<'_>, name: &OsStr) -> bool {
+    let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
+    matches!(openat2(folder, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)), Err(Errno::EXDEV))
+}
+
+/// What is done on the way.
+trait Visitor {
+    /// A folder is about to be listed.
+    fn open(&mut self, _folder: BorrowedFd<'_>, _status: &FileStat) {}
+    /// Sees everything that is in a folder, and says of a folder whether to go into it.
+    fn entry(&mut self, entry: &Entry<'_>, status: &FileStat) -> Result<bool, Errno>;
+    /// Sees a folder that was gone into, from the one above.
+    fn leave(&mut self, _folder: BorrowedFd<'_>, _name: &OsStr) -> Result<(), Errno> {
+        Ok(())
+    }
+    /// Whether a folder that changed since the walk began is trouble.
+    fn notes_changes(&self) -> bool {
+        false
     }
 }
 
 /// A walk in progress.
 struct Walk<'a> {
     mounts: &'a Mounts,
-    /// Of the folder that is looked into.
-    path: PathBuf,
+    start: &'a Path,
+    /// When it began, less what the kernel's clock for files may lie behind.
+    began: (i64, i64),
+    levels: Vec<Level>,
+    /// The names of all levels but the first.
+    way: Vec<CString>,
+    lost_ways: usize,
+    troubles: Vec<Trouble>,
 }
 
 /// A folder on the way.
@@ -165,95 +341,193 @@ struct Level {
     folder: Option<OwnedFd>,
     /// Device and inode, by which it is known again.
     id: (u64, u64),
-    name: CString,
-    /// The folders in it that are yet to be walked through.
-    below: Vec<CString>,
+    owner: u32,
+    /// The folders in it that are yet to be walked through, and who can move them.
+    below: Vec<(CString, u32)>,
 }
 
-impl Walk<'_> {
-    /// `enter` sees everything, and says of a folder whether to go into it; `leave` sees a folder that was gone into, from the one above.
-    fn run(
-        mut self,
-        start: OwnedFd,
-        mut enter: impl FnMut(&Entry<'_>, &FileStat) -> io::Result<bool>,
-        mut leave: impl FnMut(BorrowedFd<'_>, &OsStr) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let mut levels = vec![self.level(start, CString::default(), &mut enter)?];
-        while let Some(level) = levels.last_mut() {
-            let Some(folder) = level.folder.as_ref() else { return Err(moved()) };
-            if let Some(name) = level.below.pop() {
-                let opened = match openat(folder, name.as_c_str(), FOLDER, Mode::empty()) {
-                    Ok(opened) => opened,
-                    // Others' folders come and go while this looks.
-                    Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP) => continue,
-                    Err(error) => return Err(error.into()),
-                };
-                self.path.push(OsStr::from_bytes(name.to_bytes()));
-                let next = self.level(opened, name, &mut enter)?;
-                if let Some(far_above) = levels.len().checked_sub(OPEN) {
-                    levels[far_above].folder = None;
-                }
-                levels.push(next);
-                continue;
-            }
-            let Some(done) = levels.pop() else { break };
-            let Some(above) = levels.last_mut() else { break };
-            self.path.pop();
-            let folder = match above.folder.take() {
-                Some(folder) => folder,
-                None => reopened(&done, above.id)?,
-            };
-            leave(folder.as_fd(), OsStr::from_bytes(done.name.to_bytes()))?;
-            above.folder = Some(folder);
-        }
-        Ok(())
+impl<'a> Walk<'a> {
+    fn of(start: &'a Path, mounts: &'a Mounts) -> Self {
+        let began = SystemTime::now() - CLOCK_LAG;
+        let began = began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let began = (i64::try_from(began.as_secs()).unwrap_or(i64::MAX), i64::from(began.subsec_nanos()));
+        Self { mounts, start, began, levels: Vec::new(), way: Vec::new(), lost_ways: 0, troubles: Vec::new() }
     }
 
-    fn level(
-        &self,
-        folder: OwnedFd,
-        name: CString,
-        enter: &mut impl FnMut(&Entry<'_>, &FileStat) -> io::Result<bool>,
-    ) -> io::Result<Level> {
-        let status = fstat(&folder)?;
-        let mut below = Vec::new();
+    fn run(mut self, start: OwnedFd, visitor: &mut impl Visitor) -> Vec<Trouble> {
+        let first = self.level(start, visitor);
+        self.levels.extend(first);
+        while let Some(level) = self.levels.last_mut() {
+            match level.below.pop() {
+                Some((name, owner)) => self.go_into(name, owner, visitor),
+                None => self.go_back(visitor),
+            }
+        }
+        self.troubles
+    }
+
+    fn go_into(&mut self, name: CString, owner: u32, visitor: &mut impl Visitor) {
+        let Some(folder) = self.levels.last().and_then(|level| level.folder.as_ref()) else { return };
+        let opened = match open_below(folder, name.as_c_str()) {
+            Ok(opened) => opened,
+            // What is mounted is a start of its own, or not to be looked into.
+            Err(Errno::EXDEV) => return,
+            Err(errno) => return self.note(Some(&name), owner, cause(errno)),
+        };
+        self.way.push(name);
+        match self.level(opened, visitor) {
+            Some(level) => {
+                self.levels.push(level);
+                if let Some(far_above) = self.levels.len().checked_sub(OPEN + 1).filter(|level| *level >= PINNED) {
+                    self.levels[far_above].folder = None;
+                }
+            }
+            None => drop(self.way.pop()),
+        }
+    }
+
+    fn go_back(&mut self, visitor: &mut impl Visitor) {
+        let (Some(done), name) = (self.levels.pop(), self.way.pop()) else { return };
+        let (Some(above), Some(name)) = (self.levels.last_mut(), name) else { return };
+        if above.folder.is_none() {
+            above.folder = reopened(&done, above.id);
+        }
+        let owner = above.owner;
+        let Some(folder) = above.folder.as_ref() else {
+            self.note(Some(&name), owner, Cause::Moved);
+            return self.find_the_way();
+        };
+        if let Err(errno) = visitor.leave(folder.as_fd(), OsStr::from_bytes(name.to_bytes())) {
+            self.note(Some(&name), owner, cause(errno));
+        }
+    }
+
+    /// Opens the last level by its names from the nearest one above it that is open. Levels that are not where they were are given up.
+    fn find_the_way(&mut self) {
+        let open = self.levels.iter().rposition(|level| level.folder.is_some());
+        let Some(open) = open else { return self.levels.clear() };
+        self.lost_ways += 1;
+        let mut at: Option<OwnedFd> = None;
+        let mut reached = open;
+        while self.lost_ways <= LOST_WAYS && reached + 1 < self.levels.len() {
+            let above = at.as_ref().or(self.levels[open].folder.as_ref());
+            // The names begin at the second level.
+            let next = above.and_then(|above| open_below(above, self.way[reached].as_c_str()).ok());
+            let is_it = |next: &OwnedFd| id_of(next) == Some(self.levels[reached + 1].id);
+            let Some(next) = next.filter(is_it) else { break };
+            at = Some(next);
+            reached += 1;
+        }
+        if at.is_some() {
+            self.levels[reached].folder = at;
+        }
+        let Some(lost) = self.way.get(reached).cloned() else { return };
+        self.levels.truncate(reached + 1);
+        self.way.truncate(reached);
+        let owner = self.levels[reached].owner;
+        self.note(Some(&lost), owner, Cause::Moved);
+    }
+
+    fn note(&mut self, name: Option<&CStr>, owner: u32, cause: Cause) {
+        let mut path = joined(self.start, &self.way);
+        path.extend(name.map(|name| OsStr::from_bytes(name.to_bytes())));
+        self.troubles.push(Trouble { path, owner, cause });
+    }
+
+    /// `None` where the folder cannot be listed.
+    fn level(&mut self, folder: OwnedFd, visitor: &mut impl Visitor) -> Option<Level> {
+        let status = match fstat(&folder) {
+            Ok(status) => status,
+            Err(errno) => {
+                self.note(None, 0, Cause::Failed(errno));
+                return None;
+            }
+        };
+        visitor.open(folder.as_fd(), &status);
+        let owner = status.st_uid;
         // A second opening, since listing moves on in the first.
-        let mut listing = Dir::openat(&folder, ".", FOLDER, Mode::empty())?;
+        let mut listing = match Dir::openat(&folder, ".", FOLDER, Mode::empty()) {
+            Ok(listing) => listing,
+            // It was removed since it was opened, and what is removed is empty.
+            Err(Errno::ENOENT) => return None,
+            Err(errno) => {
+                self.note(None, owner, cause(errno));
+                return None;
+            }
+        };
+        let is_sticky = status.st_mode & Mode::S_ISVTX.bits() != 0;
+        let mut below = Vec::new();
         for listed in listing.iter() {
-            let listed = listed?;
+            let listed = match listed {
+                Ok(listed) => listed,
+                Err(errno) => {
+                    self.note(None, owner, cause(errno));
+                    break;
+                }
+            };
             let name = listed.file_name();
             if matches!(name.to_bytes(), b"." | b"..") {
                 continue;
             }
             let text = OsStr::from_bytes(name.to_bytes());
-            let path = self.path.join(text);
-            if self.mounts.has(&path) {
+            if self.mounts.has_named(text) && self.mounts.has(&joined(self.start, &self.way).join(text)) {
                 continue;
             }
-            let status = match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-                Ok(status) => status,
-                Err(Errno::ENOENT) => continue,
-                Err(error) => return Err(error.into()),
+            let seen = match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+                Ok(seen) => seen,
+                // In a sticky folder only its owner could take it away, and does so all the time.
+                Err(Errno::ENOENT) if is_sticky => continue,
+                Err(Errno::ENOENT) => {
+                    self.note(Some(name), owner, Cause::Vanished(Errno::ENOENT));
+                    continue;
+                }
+                Err(_) if is_mounted_over(folder.as_fd(), text) => continue,
+                Err(errno) => {
+                    self.note(Some(name), owner, cause(errno));
+                    continue;
+                }
             };
-            let entry = Entry { folder: folder.as_fd(), name: text, path, is_folder: is_folder(&status) };
-            if enter(&entry, &status)? {
-                below.push(name.to_owned());
+            let (start, way, id) = (self.start, self.way.as_slice(), (seen.st_dev, seen.st_ino));
+            let entry = Entry { folder: folder.as_fd(), name: text, start, way, is_folder: is_folder(&seen), id };
+            match visitor.entry(&entry, &seen) {
+                Ok(true) => below.push((name.to_owned(), if is_sticky { seen.st_uid } else { owner })),
+                Ok(false) => {}
+                Err(errno) => self.note(Some(name), owner, cause(errno)),
             }
         }
-        Ok(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), name, below })
+        if visitor.notes_changes() && !is_sticky && fstat(&folder).is_ok_and(|now| self.is_since(&now)) {
+            self.note(None, owner, Cause::Changed);
+        }
+        Some(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), owner, below })
+    }
+
+    fn is_since(&self, status: &FileStat) -> bool {
+        (status.st_ctime, status.st_ctime_nsec) >= self.began
     }
 }
 
 /// The folder above one that was walked through, if it is still the one that the walk came from.
-fn reopened(below: &Level, id: (u64, u64)) -> io::Result<OwnedFd> {
-    let folder = below.folder.as_ref().ok_or_else(moved)?;
-    let above = openat(folder, "..", FOLDER, Mode::empty())?;
-    let status = fstat(&above)?;
-    if (status.st_dev, status.st_ino) == id { Ok(above) } else { Err(moved()) }
+fn reopened(below: &Level, id: (u64, u64)) -> Option<OwnedFd> {
+    let above = openat(below.folder.as_ref()?, "..", FOLDER, Mode::empty()).ok()?;
+    (id_of(&above) == Some(id)).then_some(above)
 }
 
-fn moved() -> io::Error {
-    io::Error::other("a folder was moved while it was looked into")
+fn id_of(folder: &OwnedFd) -> Option<(u64, u64)> {
+    fstat(folder).ok().map(|status| (status.st_dev, status.st_ino))
+}
+
+/// What another's renaming and removing looks like, and what does not.
+const fn cause(errno: Errno) -> Cause {
+    match errno {
+        Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ESTALE | Errno::EAGAIN => Cause::Vanished(errno),
+        errno => Cause::Failed(errno),
+    }
+}
+
+fn joined(start: &Path, way: &[CString]) -> PathBuf {
+    let mut path = start.to_owned();
+    path.extend(way.iter().map(|name| OsStr::from_bytes(name.to_bytes())));
+    path
 }
 
 fn is_folder(status: &FileStat) -> bool {
@@ -268,16 +542,48 @@ mod tests {
 
     use super::*;
 
+    fn own() -> u32 {
+        nix::unistd::Uid::current().as_raw()
+    }
+
     fn found_in(folder: &Path) -> Vec<PathBuf> {
         let mut found = Vec::new();
-        let own = nix::unistd::Uid::current().as_raw();
         let note = |entry: &Entry<'_>| {
-            found.push(entry.path.clone());
+            found.push(entry.path());
             ControlFlow::Continue(())
         };
-        owned_by(own, &[folder.to_owned()], &Mounts::default(), note).unwrap();
+        let scope = Scope { id: own(), owners: None };
+        let decisive = |trouble: &Trouble| matches!(trouble.cause, Cause::Failed(_));
+        assert!(!owned_by(scope, &[folder.to_owned()], &Mounts::default(), note).iter().any(decisive));
         found.sort();
         found
+    }
+
+    fn remove(path: &Path) -> io::Result<()> {
+        remove_at(path, &Mounts::default(), own())
+    }
+
+    fn run(start: &Path, visitor: &mut impl Visitor) -> Vec<Trouble> {
+        let opened = openat(AT_FDCWD, start, FOLDER, Mode::empty()).unwrap();
+        Walk::of(start, &Mounts::default()).run(opened, visitor)
+    }
+
+    /// Goes into every folder, calls `seen` for each entry, and counts what it leaves.
+    struct Everything<F> {
+        seen: F,
+        left: usize,
+    }
+
+    impl<F: FnMut(&Entry<'_>)> Visitor for Everything<F> {
+        fn entry(&mut self, entry: &Entry<'_>, _: &FileStat) -> Result<bool, Errno> {
+            (self.seen)(entry);
+            Ok(entry.is_folder)
+        }
+
+        fn leave(&mut self, _: BorrowedFd<'_>, _: &OsStr) -> Result<(), Errno> {
+            self.left += 1;
+            Ok(())
+        }
     }
 
     /// Folders within folders, deeper than paths are long and than files may be open.
@@ -299,7 +605,7 @@ mod tests {
         fs::write(folder.path().join("own/below"), "x").unwrap();
         assert_eq!(found_in(folder.path()), ["link", "own"].map(|name| folder.path().join(name)));
         assert_eq!(found_in(&folder.path().join("not there")), Vec::<PathBuf>::new());
-        remove_at(&folder.path().join("link"), &Mounts::default()).unwrap();
+        remove(&folder.path().join("link")).unwrap();
         assert!(elsewhere.path().join("file").exists());
         assert!(found_in(folder.path()).len() == 1);
     }
@@ -313,44 +619,92 @@ mod tests {
         drop(openat(&bottom, "file", OFlag::O_CREAT | OFlag::O_WRONLY, Mode::from_bits_truncate(0o600)).unwrap());
         drop(bottom);
         let mut seen = 0;
-        let opened = openat(AT_FDCWD, &top, FOLDER, Mode::empty()).unwrap();
-        let walk = Walk { mounts: &Mounts::default(), path: top.clone() };
-        let count = |entry: &Entry<'_>, _: &FileStat| {
-            seen += 1;
-            Ok(entry.is_folder)
-        };
-        walk.run(opened, count, |_, _| Ok(())).unwrap();
+        let mut everything = Everything { seen: |_: &Entry<'_>| seen += 1, left: 0 };
+        assert_eq!(run(&top, &mut everything), []);
         assert_eq!(seen, 3_001);
-        remove_at(&top, &Mounts::default()).unwrap();
+        remove(&top).unwrap();
         assert!(!top.exists());
     }
 
     #[test]
-    fn a_walk_whose_way_back_was_moved_goes_on_nowhere_else() {
+    fn folder_that_is_moved_during_a_walk_costs_only_itself() {
         let folder = tempfile::tempdir().unwrap();
         let (top, elsewhere) = (folder.path().join("top"), folder.path().join("elsewhere"));
         fs::create_dir(&top).unwrap();
         fs::create_dir(&elsewhere).unwrap();
-        drop(nest(&top, 2 * OPEN));
+        let depth = 4 * OPEN;
+        drop(nest(&top, depth));
         // By the time that the bottom is reached this one is closed.
-        let half_way = ["deep"; 20].iter().fold(top.clone(), |path, name| path.join(name));
-        let opened = openat(AT_FDCWD, &top, FOLDER, Mode::empty()).unwrap();
-        let walk = Walk { mounts: &Mounts::default(), path: top };
-        let mut depth = 0;
-        let swap = |entry: &Entry<'_>, _: &FileStat| {
-            depth += 1;
-            if depth == 2 * OPEN {
-                fs::rename(&half_way, elsewhere.join("x")).unwrap();
+        let below_the_pinned = ["deep"; 2 * PINNED].iter().fold(top.clone(), |path, name| path.join(name));
+        let mut seen = 0;
+        let swap = |_: &Entry<'_>| {
+            seen += 1;
+            if seen == depth {
+                fs::rename(&below_the_pinned, elsewhere.join("x")).unwrap();
             }
-            Ok(entry.is_folder)
         };
-        let mut left = 0;
-        let leave = |_: BorrowedFd<'_>, _: &OsStr| {
-            left += 1;
-            Ok(())
+        let mut everything = Everything { seen: swap, left: 0 };
+        let troubles = run(&top, &mut everything);
+        let (left, owner) = (everything.left, own());
+        assert_eq!(troubles, [Trouble { path: below_the_pinned.clone(), owner, cause: Cause::Moved }]);
+        assert_eq!(left, depth - 1, "all but the one that was moved");
+    }
+
+    #[test]
+    fn folder_above_the_search_that_is_moved_is_found_again_from_the_top_or_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let (top, elsewhere) = (folder.path().join("top"), folder.path().join("elsewhere"));
+        fs::create_dir(&top).unwrap();
+        fs::create_dir(&elsewhere).unwrap();
+        let depth = 4 * OPEN;
+        drop(nest(&top, depth));
+        let at = |level: usize| vec!["deep"; level].iter().fold(top.clone(), |path, name| path.join(name));
+        let (upper, lower) = (at(PINNED + 10), at(PINNED + 20));
+        let mut seen = 0;
+        let swap = |_: &Entry<'_>| {
+            seen += 1;
+            if seen == depth {
+                fs::rename(&lower, elsewhere.join("lower")).unwrap();
+                fs::rename(&upper, elsewhere.join("upper")).unwrap();
+            }
         };
-        assert!(walk.run(opened, swap, leave).is_err());
-        assert_eq!(left, 2 * OPEN - 20, "up to the one that was moved");
+        let mut everything = Everything { seen: swap, left: 0 };
+        let troubles = run(&top, &mut everything);
+        let left = everything.left;
+        let paths: Vec<_> = troubles.iter().map(|trouble| (&trouble.path, trouble.cause)).collect();
+        assert_eq!(paths, [(&lower, Cause::Moved), (&upper, Cause::Moved)]);
+        // Those between the two are given up; everything above is left in order.
+        assert_eq!(left, depth - (PINNED + 20) + PINNED + 9);
+    }
+
+    #[test]
+    fn what_another_account_changes_in_its_folders_decides_over_no_search() {
+        let trouble = |owner, cause| Trouble { path: "/tmp/x".into(), owner, cause };
+        let (tenant, other) = (70_001, 70_002);
+        for cause in [Cause::Changed, Cause::Moved, Cause::Vanished(Errno::ENOENT), Cause::Vanished(Errno::ELOOP)] {
+            assert!(!trouble(other, cause).is_decisive(tenant), "{cause:?}");
+            assert!(trouble(tenant, cause).is_decisive(tenant), "{cause:?}");
+        }
+        for owner in [0, tenant, other] {
+            assert!(trouble(owner, Cause::Failed(Errno::EIO)).is_decisive(tenant));
+        }
+        assert_eq!(trouble(other, Cause::Failed(Errno::EIO)).to_string(), "/tmp/x: EIO: I/O error");
+    }
+
+    #[test]
+    fn removed_folder_is_closed_to_those_who_fill_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = folder.path().join("open");
+        fs::create_dir_all(open.join("below")).unwrap();
+        for path in [open.clone(), open.join("below")] {
+            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+        }
+        let status = nix::sys::stat::stat(&open).unwrap();
+        let opened = openat(AT_FDCWD, &open, FOLDER, Mode::empty()).unwrap();
+        Removal { owner: own() }.open(opened.as_fd(), &status);
+        assert_eq!(nix::sys::stat::stat(&open).unwrap().st_mode & 0o777, 0o700);
+        remove(&open).unwrap();
+        assert!(!open.exists());
     }
 
     #[test]
@@ -362,21 +716,37 @@ mod tests {
         }
         fs::write(at("shared/mine/file"), "x").unwrap();
         fs::write(at("precious/mine/file"), "x").unwrap();
-        // Of a user whom everything belongs to but the shared folder, which the walk therefore goes into.
-        let mut removed = 0;
-        let opened = openat(AT_FDCWD, &at("shared"), FOLDER, Mode::empty()).unwrap();
-        let walk = Walk { mounts: &Mounts::default(), path: at("shared") };
-        let swap_and_remove = |entry: &Entry<'_>, _: &FileStat| {
-            fs::rename(at("shared"), at("moved")).unwrap();
-            symlink(at("precious"), at("shared")).unwrap();
-            entry.remove(&Mounts::default()).unwrap();
-            removed += 1;
-            Ok(false)
+        let swap_and_remove = |entry: &Entry<'_>| {
+            if entry.name == "mine" {
+                fs::rename(at("shared"), at("moved")).unwrap();
+                symlink(at("precious"), at("shared")).unwrap();
+                entry.remove(&Mounts::default(), own()).unwrap();
+            }
         };
-        walk.run(opened, swap_and_remove, |_, _| Ok(())).unwrap();
-        assert_eq!(removed, 1);
+        let mut everything = Everything { seen: swap_and_remove, left: 0 };
+        run(&at("shared"), &mut everything);
         assert!(at("precious/mine/file").exists());
         assert!(!at("moved/mine").exists());
+    }
+
+    #[test]
+    fn folder_that_was_put_in_the_place_of_another_is_not_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["mine", "precious"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        let mut refused = 0;
+        let swap_and_remove = |entry: &Entry<'_>| {
+            if entry.name == "mine" {
+                fs::rename(at("mine"), at("moved")).unwrap();
+                fs::rename(at("precious"), at("mine")).unwrap();
+                refused += usize::from(entry.remove(&Mounts::default(), own()).is_err());
+            }
+        };
+        run(folder.path(), &mut Everything { seen: swap_and_remove, left: 0 });
+        assert_eq!(refused, 1);
+        assert!(at("mine").exists());
     }
 
     #[test]

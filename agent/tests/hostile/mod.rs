@@ -61,7 +61,7 @@ fn mounts_of_a_tenant_s_own_folders_anywhere_are_gone_and_what_lies_behind_them_
         "hostile::mounts_of_a_tenant_s_own_folders_anywhere_are_gone_and_what_lies_behind_them_is_not",
         || {
             let node = Node::start();
-            let state = [Path::new(STATE)];
+            let state = [Path::new(STATE), Path::new(UIDS)];
             fs::create_dir("/srv/precious").unwrap();
             fs::write("/srv/precious/file", "x").unwrap();
             fs::create_dir_all("/run/user").unwrap();
@@ -97,7 +97,7 @@ fn programs_in_namespaces_of_their_own_jobs_and_dumps_do_not_outlive_the_release
         ] {
             fs::create_dir_all(folder).unwrap();
         }
-        let state = [Path::new(STATE)];
+        let state = [Path::new(STATE), Path::new(UIDS)];
         let before = look(&state);
         let id = Uuid::from_u128(1);
         let uid = node.make(id, NAME, &[0]);
@@ -127,5 +127,165 @@ fn programs_in_namespaces_of_their_own_jobs_and_dumps_do_not_outlive_the_release
         fs::remove_file("/var/lib/systemd/coredump/core.sh.1.5f0c.77.17.zst").unwrap();
         let differences = View::of("/").differences(&before, &look(&state));
         assert!(differences.is_empty(), "{differences:#?}");
+    });
+}
+
+/// Renames folders at random, some deep below others, until it is ended.
+const RENAMES: &str = "exec perl -e 'my @tops = map { my $t = \"$ARGV[0]/t$_\"; mkdir $t; $t } 1..3; \
+    for my $t (@tops) { my $p = $t; for (1..120) { $p .= \"/d\"; mkdir $p } } \
+    while (1) { for my $t (@tops) { \
+      for my $depth (1, 3, 40, 60) { my $p = $t . (\"/d\" x $depth); rename \"$p/d\", \"$p/e\"; rename \"$p/e\", \"$p/d\" } \
+      rename \"$t/d/d/d\", \"$ARGV[0]/x\"; rename \"$ARGV[0]/x\", \"$t/d/d/d\"; \
+      mkdir \"$t/n$$\"; rmdir \"$t/n$$\"; rename $t, \"$t-\"; rename \"$t-\", $t } }'";
+
+#[test]
+fn neighbour_that_renames_deep_folders_keeps_no_release_from_its_proof() {
+    machine::alone("hostile::neighbour_that_renames_deep_folders_keeps_no_release_from_its_proof", || {
+        let node = Node::start();
+        let neighbour = node.make(Uuid::from_u128(100), NEIGHBOUR, &[1]);
+        let mut renaming: Vec<Child> = ["/tmp/n", "/var/tmp/n", "/dev/shm/n", "/home/neighbour/n"]
+            .map(|place| {
+                let script = RENAMES.replace("$ARGV[0]", place);
+                spawn(neighbour, &format!("mkdir {place}; {script}"))
+            })
+            .into();
+        eventually(|| Path::new("/home/neighbour/n").exists() && Path::new("/tmp/n").exists());
+        std::thread::sleep(Duration::from_millis(300));
+        for n in 0..8 {
+            let (id, name) = (Uuid::from_u128(n), format!("tenant{n}"));
+            let uid = node.make(id, &name, &[0]);
+            assert!(can(uid, "mkdir /tmp/mine && echo x > /tmp/mine/x && echo x > /dev/shm/x"));
+            let began = Instant::now();
+            assert_clean(&node.release(id, &name, &[0]));
+            assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+            assert!(!Path::new("/tmp/mine").exists());
+        }
+        for child in &mut renaming {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    });
+}
+
+#[test]
+fn file_of_the_leaving_tenant_in_a_neighbours_busy_folder_is_found_and_removed() {
+    machine::alone("hostile::file_of_the_leaving_tenant_in_a_neighbours_busy_folder_is_found_and_removed", || {
+        let node = Node::start();
+        let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
+        assert!(can(neighbour, "mkdir -p /tmp/n/a/b/c /tmp/n/elsewhere"));
+        // A hard link of a file that the neighbour may write to, and a file that it holds open after its removal.
+        assert!(can(uid, "echo x > /tmp/given && chmod 666 /tmp/given && echo x > /tmp/held && chmod 666 /tmp/held"));
+        assert!(can(neighbour, "ln /tmp/given /tmp/n/a/b/c/kept"));
+        let held = spawn(neighbour, "exec 3</tmp/held; touch /tmp/n/holds; sleep 1000");
+        let busy = spawn(
+            neighbour,
+            "cd /tmp/n; while :; do : > log.$$; mv log.$$ log; mkdir t; rmdir t; echo x >> /tmp/n/a/log; done",
+        );
+        eventually(|| Path::new("/tmp/n/log").exists() && Path::new("/tmp/n/holds").exists());
+        assert_eq!(mode("/tmp/n/a/b/c/kept").1, uid);
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert!(!Path::new("/tmp/n/a/b/c/kept").exists() && Path::new("/tmp/n/a/b/c").exists());
+        for mut child in [held, busy] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    });
+}
+
+#[test]
+fn file_that_cannot_be_removed_from_a_neighbours_folder_fails_the_proof() {
+    machine::alone("hostile::file_that_cannot_be_removed_from_a_neighbours_folder_fails_the_proof", || {
+        let node = Node::start();
+        let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
+        assert!(can(neighbour, "mkdir -m 777 /tmp/n && mkdir -m 777 /tmp/n/below"));
+        run("mount", &["-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/tmp/n/below"]);
+        assert!(can(uid, "echo x > /tmp/n/below/mine"));
+        run("mount", &["-o", "remount,ro", "/tmp/n/below"]);
+        let busy = spawn(neighbour, &format!("mkdir /tmp/n/r; {}", RENAMES.replace("$ARGV[0]", "/tmp/n/r")));
+        eventually(|| Path::new("/tmp/n/r").exists());
+        let findings = node.release(id, NAME, &[0]);
+        assert_eq!(outcome(&findings, Checked::Tmp), Outcome::Present);
+        let detail: Vec<_> = findings.iter().filter_map(|finding| finding.detail.as_deref()).collect();
+        assert!(detail.iter().any(|detail| detail.contains("/tmp/n/below/mine")), "{detail:?}");
+        run("mount", &["-o", "remount,rw", "/tmp/n/below"]);
+        assert_clean(&node.release(id, NAME, &[0]));
+        let mut busy = busy;
+        busy.kill().unwrap();
+        busy.wait().unwrap();
+    });
+}
+
+#[test]
+fn neighbour_that_fills_a_folder_of_the_leaving_tenant_does_not_keep_it() {
+    machine::alone("hostile::neighbour_that_fills_a_folder_of_the_leaving_tenant_does_not_keep_it", || {
+        let node = Node::start();
+        let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let (uid, neighbour) = (node.make(id, NAME, &[0]), node.make(next, NEIGHBOUR, &[1]));
+        assert!(can(uid, "mkdir -m 777 /tmp/open"));
+        let mut fills = spawn(
+            neighbour,
+            "mkdir /tmp/open/mine; cd /tmp/open/mine; exec perl -e 'while (1) { $n++; open(F, \">\", \"f$n\"); open(F, \">\", \"../f$n\"); mkdir \"../d$n\" }'",
+        );
+        eventually(|| fs::read_dir("/tmp/open/mine").is_ok_and(|entries| entries.count() > 100));
+        assert_clean(&node.release(id, NAME, &[0]));
+        assert!(!Path::new("/tmp/open").exists());
+        fills.kill().unwrap();
+        fills.wait().unwrap();
+    });
+}
+
+#[test]
+fn kernel_file_systems_below_tmp_are_no_files_of_a_tenant() {
+    machine::alone("hostile::kernel_file_systems_below_tmp_are_no_files_of_a_tenant", || {
+        let node = Node::start();
+        let id = Uuid::from_u128(1);
+        let uid = node.make(id, NAME, &[0]);
+        for point in ["/tmp/proc", "/tmp/sys"] {
+            fs::create_dir(point).unwrap();
+        }
+        run("mount", &["-t", "proc", "proc", "/tmp/proc"]);
+        run("mount", &["-t", "sysfs", "sysfs", "/tmp/sys"]);
+        // A process that has ended, and is not waited for: parts of its folder in /proc answer with EINVAL.
+        let mut zombie = spawn(uid, "exit 0");
+        eventually(|| {
+            let status = fs::read_to_string(format!("/proc/{}/status", zombie.id())).unwrap();
+            status.contains("State:\tZ")
+        });
+        // And one that the tenant mounts as root of a user namespace.
+        spawn(uid, "unshare --user --map-root-user --mount --pid --fork sh -c 'mkdir /tmp/p; mount -t proc proc /tmp/p; sleep 1000' &")
+            .wait()
+            .unwrap();
+        assert_clean(&node.release(id, NAME, &[0]));
+        zombie.wait().unwrap();
+        for point in ["/tmp/proc", "/tmp/sys"] {
+            run("umount", &[point]);
+        }
+    });
+}
+
+#[test]
+fn two_releases_at_once_look_at_message_queues_without_meeting() {
+    machine::alone("hostile::two_releases_at_once_look_at_message_queues_without_meeting", || {
+        let node = Node::start();
+        for round in 0..4 {
+            let tenants: Vec<(Uuid, String, usize)> =
+                (0..4).map(|n| (Uuid::from_u128(10 * round + n as u128 + 1), format!("r{round}n{n}"), n)).collect();
+            for (id, name, device) in &tenants {
+                node.make(*id, name, &[*device]);
+            }
+            let start = std::sync::Barrier::new(tenants.len());
+            std::thread::scope(|scope| {
+                for (id, name, device) in &tenants {
+                    let (node, start) = (&node, &start);
+                    scope.spawn(move || {
+                        start.wait();
+                        assert_clean(&node.release(*id, name, &[*device]));
+                    });
+                }
+            });
+        }
+        assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(" mqueue "));
     });
 }
