@@ -202,7 +202,8 @@ impl Traces<'_> {
             mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
             let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
             match mount(Some("mqueue"), self.queues, Some("mqueue"), flags, None::<&str>) {
-                Ok(()) => look(self.queues),
+                // An agent of before that was killed may have left it mounted.
+                Ok(()) | Err(nix::Error::EBUSY) => look(self.queues),
                 // This kernel has none.
                 Err(nix::Error::ENODEV) => Ok(T::default()),
                 Err(error) => Err(error.into()),
