@@ -11,6 +11,7 @@ use actors::AskError;
 use domain::policy::Key;
 
 use crate::error::{ApiError, Code};
+use crate::idempotency;
 use crate::runtime::RuntimeError;
 
 /// The constraint that keeps names unique within a kind.
@@ -26,18 +27,9 @@ pub fn not_answered<J: Explain>(error: AskError<J>) -> ApiError {
     match error {
         AskError::Rejected(rejection) => rejection.explain(),
         AskError::Denied => ApiError::forbidden("Your role does not allow this; ask an administrator."),
-        AskError::InProgress => ApiError::new(
-            Code::IdempotencyInProgress,
-            "The first request with this Idempotency-Key is still running; ask again in a moment.",
-        ),
-        AskError::Reused => ApiError::new(
-            Code::IdempotencyKeyReused,
-            "This Idempotency-Key belongs to another request; use a new key for a new request.",
-        )
-        .detail("field", "Idempotency-Key"),
-        AskError::AlreadyDone => {
-            conflict("This was carried out before, and its answer was not kept; look at the resource.")
-        }
+        AskError::InProgress => idempotency::in_progress(),
+        AskError::Reused => idempotency::key_reused(),
+        AskError::AlreadyDone => idempotency::answer_not_stored(),
         AskError::Taken { constraint } if constraint == UNIQUE_NAME => {
             conflict("There is one of this name already; choose another name.").detail("field", "name")
         }

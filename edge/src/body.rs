@@ -9,12 +9,16 @@ use axum::{
     body::{Body, Bytes},
     extract::{FromRequest, FromRequestParts, Request, path::ErrorKind, rejection::PathRejection},
     http::{HeaderMap, Uri, header, request},
+    middleware::Next,
+    response::{IntoResponse, Response},
 };
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::error::{ApiError, Code};
+
+pub(crate) mod whole;
 
 /// The largest body read, in bytes; a layer may set another with `axum::Extension(BodyLimit(..))`.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +41,10 @@ pub struct Json<T>(pub T);
 /// A JSON body that may be left out, for requests whose every field may be.
 #[derive(Debug)]
 pub struct JsonOrDefault<T>(pub T);
+
+/// Of a request that says all in its path: a body is not read.
+#[derive(Debug)]
+pub struct NoBody;
 
 /// A form, `application/x-www-form-urlencoded`, of type `T`. Fields that `T` does not have are passed over, as OAuth wants it (RFC 6749,
 /// section 3.2).
@@ -72,6 +80,14 @@ impl<S: Send + Sync, T: DeserializeOwned + Default> FromRequest<S> for JsonOrDef
         }
         media_type?;
         parse_json(&bytes).map(Self)
+    }
+}
+
+impl<S: Send + Sync> FromRequest<S> for NoBody {
+    type Rejection = ApiError;
+
+    async fn from_request(_: Request, _: &S) -> Result<Self, ApiError> {
+        Ok(Self)
     }
 }
 
@@ -208,7 +224,8 @@ async fn drain(body: Body) {
     let _ = tokio::time::timeout(DRAIN_TIME, reading).await;
 }
 
-/// Reads JSON strictly: one object, no unknown fields, no NUL in any text (Postgres stores none).
+/// Reads JSON strictly: one object, no unknown fields, no NUL in any text (Postgres stores none). A whole number may have a point or an
+/// exponent ([`whole`]).
 ///
 /// # Errors
 /// `invalid_request`, naming the field and the position.
@@ -217,13 +234,28 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
         return Err(ApiError::invalid_request("The body is a JSON list; send an object with named fields."));
     }
-    let mut reader = serde_json::Deserializer::from_slice(bytes);
-    let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
-        let path = error.path().to_string();
-        json_error(&path, error.inner())
-    })?;
-    reader.end().map_err(|error| json_error(".", &error))?;
+    let value = match read_json(bytes) {
+        Err(NotRead { error, .. }) if whole::wants_digits(&error) => {
+            let in_digits = whole::in_digits_throughout(bytes);
+            read_json(in_digits.as_deref().unwrap_or(bytes))
+        }
+        read => read,
+    };
+    let value = value.map_err(|NotRead { path, error }| json_error(&path, &error))?;
     refuse_nul(bytes)?;
+    Ok(value)
+}
+
+struct NotRead {
+    path: String,
+    error: serde_json::Error,
+}
+
+fn read_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NotRead> {
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    let value = serde_path_to_error::deserialize(&mut reader)
+        .map_err(|error| NotRead { path: error.path().to_string(), error: error.into_inner() })?;
+    reader.end().map_err(|error| NotRead { path: ".".to_owned(), error })?;
     Ok(value)
 }
 
@@ -343,7 +375,7 @@ fn path_error(rejection: PathRejection) -> ApiError {
     }
 }
 
-/// Reads a query string (without its `?`) strictly.
+/// Reads a query string (without its `?`) strictly. A whole number may have a point or an exponent ([`whole`]).
 ///
 /// # Errors
 /// `invalid_request`, naming the parameter.
@@ -351,32 +383,68 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
     if query.contains("%00") {
         return Err(ApiError::invalid_request("The query has a NUL character; remove it."));
     }
-    let uri: Uri = format!("/?{query}")
-        .parse()
-        .map_err(|cause| ApiError::invalid_request("The query cannot be read.").because(cause))?;
-    axum::extract::Query::try_from_uri(&uri).map(|axum::extract::Query(params)| params).map_err(|rejection| {
+    let mut query = std::borrow::Cow::Borrowed(query);
+    loop {
+        let uri: Uri = format!("/?{query}")
+            .parse()
+            .map_err(|cause| ApiError::invalid_request("The query cannot be read.").because(cause))?;
+        let rejection = match axum::extract::Query::try_from_uri(&uri) {
+            Ok(axum::extract::Query(params)) => return Ok(params),
+            Err(rejection) => rejection,
+        };
         let text = std::error::Error::source(&rejection).map_or_else(|| rejection.to_string(), ToString::to_string);
-        let (field, reason) = text.split_once(": ").unwrap_or(("", &text));
-        let looks_like_a_field = !field.is_empty() && !field.contains(' ');
-        if let Some(name) = text.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
-            ApiError::invalid_request(format!("Query parameter `{name}` is missing.")).detail("field", name)
-        } else if let Some((name, known)) = unknown_parameter(&text) {
-            let known = printable(known.strip_prefix("expected ").unwrap_or_default());
-            let instead = if known.is_empty() { String::new() } else { format!(", or give {known}") };
-            let name = printable(name);
-            ApiError::invalid_request(format!("Query parameter `{name}` is not known here; leave it out{instead}."))
-                .detail("field", name)
-        } else if looks_like_a_field {
-            ApiError::invalid_request(format!(
-                "Query parameter `{}` cannot be read: {}.",
-                printable(field),
-                without_value(reason)
-            ))
-            .detail("field", printable(field))
-        } else {
-            ApiError::invalid_request(format!("The query cannot be read: {}.", without_value(&text)))
+        let in_digits =
+            text.strip_suffix(": invalid digit found in string").and_then(|name| whole::in_query(&query, name));
+        match in_digits {
+            Some(in_digits) => query = in_digits.into(),
+            None => return Err(query_error(&text)),
         }
-    })
+    }
+}
+
+/// The refusal of a query, of serde's words about it.
+fn query_error(text: &str) -> ApiError {
+    let (field, reason) = text.split_once(": ").unwrap_or(("", text));
+    let looks_like_a_field = !field.is_empty() && !field.contains(' ');
+    if let Some(name) = text.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
+        ApiError::invalid_request(format!("Query parameter `{name}` is missing.")).detail("field", name)
+    } else if let Some((name, known)) = unknown_parameter(text) {
+        let known = printable(known.strip_prefix("expected ").unwrap_or_default());
+        let instead = if known.is_empty() { String::new() } else { format!(", or give {known}") };
+        let name = printable(name);
+        ApiError::invalid_request(format!("Query parameter `{name}` is not known here; leave it out{instead}."))
+            .detail("field", name)
+    } else if looks_like_a_field {
+        ApiError::invalid_request(format!(
+            "Query parameter `{}` cannot be read: {}.",
+            printable(field),
+            without_value(reason)
+        ))
+        .detail("field", printable(field))
+    } else {
+        ApiError::invalid_request(format!("The query cannot be read: {}.", without_value(text)))
+    }
+}
+
+/// Refuses a query where a route takes none.
+///
+/// # Errors
+/// `invalid_request`, naming the first parameter.
+pub(crate) fn refuse_query(uri: &Uri) -> Result<(), ApiError> {
+    let Some(first) = uri.query().and_then(|query| query.split('&').find(|pair| !pair.is_empty())) else {
+        return Ok(());
+    };
+    let name = printable(first.split_once('=').map_or(first, |(name, _)| name));
+    let message = format!("This route takes no query parameters; leave `{name}` out.");
+    Err(ApiError::invalid_request(message).detail("field", name))
+}
+
+/// The layer that does so before anything else of the route.
+pub(crate) async fn takes_no_query(request: Request, next: Next) -> Response {
+    match refuse_query(request.uri()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    }
 }
 
 /// The name of a parameter that the route does not have, and serde's words about those that it has.

@@ -2,21 +2,23 @@
 //! again.
 //!
 //! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored
-//! with the command's commit, for a day, so that a repetition gets the first answer on any replica, and another request under
-//! the same key is refused.
+//! with the command's commit, for a day, and the answer beside them before it is sent ([`keyed`]). A repetition gets that answer on any
+//! replica, before anything of the request is resolved; another request under the same key is refused.
 
 use actors::place::{command_id, digest_of};
-use actors::{Answered, CommandKey};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::response::{IntoResponseParts, ResponseParts};
 use domain::{CommandId, Principal};
-use prometheus::core::{AtomicU64, GenericCounter};
-use prometheus::{Opts, Registry};
 use serde::Serialize;
 use std::convert::Infallible;
-use std::sync::LazyLock;
 
-use crate::error::ApiError;
+use crate::error::{ApiError, Code};
+
+mod counters;
+pub(crate) mod keyed;
+mod stored;
+
+pub use counters::{COUNTERS, Counters};
 
 /// The header that brings a key.
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
@@ -83,16 +85,42 @@ impl RequestLine {
         command_id(&parts.map(str::as_bytes))
     }
 
-    /// The command, repeatable, with the digest of this request. `body` is the body as it was understood, so that white space and
-    /// the order of fields make no difference.
+    /// The digest of this request. `body` is the body as it was read, so that white space and the order of fields make no difference.
     ///
     /// # Errors
-    /// `internal_error` where the body cannot be written down.
-    pub fn command(&self, by: &Principal, key: &IdempotencyKey, body: &impl Serialize) -> Result<CommandKey, ApiError> {
+    /// `internal_error` where the body cannot be serialized.
+    pub fn digest(&self, body: &impl Serialize) -> Result<[u8; 32], ApiError> {
         let body = serde_json::to_vec(body).map_err(ApiError::internal)?;
-        let digest = digest_of(&[self.method.as_str().as_bytes(), self.path.as_bytes(), &body]);
-        Ok(CommandKey::repeatable(self.command_id(by, key), digest))
+        Ok(digest_of(&[self.method.as_str().as_bytes(), self.path.as_bytes(), &body]))
     }
+}
+
+/// The refusal of a key that came with another request before.
+#[must_use]
+pub fn key_reused() -> ApiError {
+    ApiError::new(
+        Code::IdempotencyKeyReused,
+        "This Idempotency-Key belongs to another request; use a new key for a new request.",
+    )
+    .detail("field", "Idempotency-Key")
+}
+
+/// The refusal of a repetition while the first request has no answer yet.
+#[must_use]
+pub fn in_progress() -> ApiError {
+    ApiError::new(
+        Code::IdempotencyInProgress,
+        "The first request with this Idempotency-Key is still running; ask again in a moment.",
+    )
+}
+
+/// The refusal of a repetition whose first answer was not stored.
+#[must_use]
+pub fn answer_not_stored() -> ApiError {
+    ApiError::new(
+        Code::StateConflict,
+        "This was carried out before, and its answer was not kept; look at the resource.",
+    )
 }
 
 /// Says in an answer's headers whether it was given before.
@@ -115,54 +143,6 @@ impl IntoResponseParts for Replayed {
             parts.headers_mut().insert(IDEMPOTENCY_REPLAYED, HeaderValue::from_static("true"));
         }
         Ok(parts)
-    }
-}
-
-/// What becomes of requests with a key (specification, *Observability surface*). Of the process, whoever serves.
-pub static COUNTERS: LazyLock<Counters> = LazyLock::new(Counters::new);
-
-/// See [`COUNTERS`].
-pub struct Counters {
-    persisted_json: GenericCounter<AtomicU64>,
-    skipped_empty: GenericCounter<AtomicU64>,
-    skipped_non_json: GenericCounter<AtomicU64>,
-    replays_served: GenericCounter<AtomicU64>,
-}
-
-impl Counters {
-    fn new() -> Self {
-        // Fixed names that fit: what could fail here fails in every test.
-        let counter = |name: &str, help: &str| {
-            GenericCounter::with_opts(Opts::new(format!("api_idempotency_{name}_total"), help))
-                .unwrap_or_else(|error| unreachable!("api_idempotency_{name}_total: {error}"))
-        };
-        Self {
-            persisted_json: counter("persisted_body_json", "Replies kept for repetitions, sanitised."),
-            skipped_empty: counter(
-                "skipped_body_empty",
-                "Requests with a key that changed nothing: there is no reply to keep.",
-            ),
-            // Every reply to a request with a key is JSON: what is counted here would be a defect.
-            skipped_non_json: counter("skipped_body_non_json", "Replies that are no JSON and are not kept."),
-            replays_served: counter("replays_served", "Repetitions that got the first answer."),
-        }
-    }
-
-    /// # Errors
-    /// Where the registry has metrics of these names.
-    pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
-        let all = [&self.persisted_json, &self.skipped_empty, &self.skipped_non_json, &self.replays_served];
-        all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
-    }
-
-    /// A request with a key was answered by its machine.
-    pub(crate) fn answered<R>(&self, answered: &Answered<R>) {
-        let counter = match (answered.replayed, answered.written) {
-            (true, _) => &self.replays_served,
-            (false, true) => &self.persisted_json,
-            (false, false) => &self.skipped_empty,
-        };
-        counter.inc();
     }
 }
 
@@ -204,19 +184,19 @@ mod tests {
     #[test]
     fn the_same_request_is_the_same_command_and_another_is_told_apart() {
         let by = Principal::system("ann");
-        let first = line("/api/v1/things/1").command(&by, &key("k"), &json!({"a": 1})).unwrap();
         let command = |by: &Principal, path: &str, name: &str, body: serde_json::Value| {
-            line(path).command(by, &key(name), &body).unwrap()
+            (line(path).command_id(by, &key(name)), line(path).digest(&body).unwrap())
         };
-        assert_eq!(command(&by, "/api/v1/things/1", "k", json!({"a": 1})), first);
+        let (id, digest) = command(&by, "/api/v1/things/1", "k", json!({"a": 1}));
+        assert_eq!(command(&by, "/api/v1/things/1", "k", json!({"a": 1})), (id, digest));
         for reused in [
             command(&by, "/api/v1/things/2", "k", json!({"a": 1})),
             command(&by, "/api/v1/things/1", "k", json!({"a": 2})),
         ] {
-            assert_eq!(reused.id, first.id);
-            assert_ne!(reused.digest, first.digest);
+            assert_eq!(reused.0, id);
+            assert_ne!(reused.1, digest);
         }
-        assert_ne!(command(&by, "/api/v1/things/1", "l", json!({"a": 1})).id, first.id);
-        assert_ne!(command(&Principal::system("bob"), "/api/v1/things/1", "k", json!({"a": 1})).id, first.id);
+        assert_ne!(command(&by, "/api/v1/things/1", "l", json!({"a": 1})).0, id);
+        assert_ne!(command(&Principal::system("bob"), "/api/v1/things/1", "k", json!({"a": 1})).0, id);
     }
 }

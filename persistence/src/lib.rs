@@ -2,13 +2,15 @@
 //!
 //! Two ways in. [`committer::Committer`] is the only one that writes an entity's state, history, audit, events and command ids:
 //! all of a transition or none of it, many transitions in one statement. Everything else reads ([`read`]), keeps the cluster's
-//! own books ([`cluster`], with the marks of what is parked) or cleans up ([`outbox`], [`sweep`]).
+//! own books ([`cluster`], with the marks of what is parked), stores answers for repetitions ([`answers`]) or cleans up ([`outbox`],
+//! [`sweep`]).
 //!
 //! Statements are checked against a real server by this crate's tests, not by macros at compile time
 //! (`deploy/decisions/0002-sql-checked-by-tests.md`).
 
 #![forbid(unsafe_code)]
 
+pub mod answers;
 pub mod audit;
 pub mod cluster;
 pub mod committer;
@@ -26,6 +28,7 @@ pub mod secrets;
 pub mod sweep;
 pub mod turns;
 
+pub use answers::Answers;
 pub use cluster::Cluster;
 pub use committer::{Committer, CommitterConfig};
 pub use error::StoreError;

@@ -26,6 +26,7 @@ pub use shard::{Due, Orphans, Overdue};
 pub use statement::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
 pub use waiting::{Waiting, WaitingFilter};
 
+use crate::answers::Answers;
 use crate::pool::Kept;
 use sqlx::PgPool;
 
@@ -43,6 +44,12 @@ impl Reads {
     #[must_use]
     pub fn new(pool: PgPool) -> Self {
         Self { kept: Kept::like(&pool), pool }
+    }
+
+    /// The stored answers of requests, over the same connections.
+    #[must_use]
+    pub fn answers(&self) -> Answers {
+        Answers::new(self.kept.clone())
     }
 }
 

@@ -40,6 +40,7 @@ mod recording_page;
 mod recovery;
 mod recovery_faults;
 mod release;
+mod replays;
 mod runtime;
 mod schemathesis;
 mod secrets;

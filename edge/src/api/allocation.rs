@@ -34,6 +34,7 @@ use super::stored::{self, Current, current, etag, wait_until};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::error::{ApiError, Code};
 use crate::idempotency::Replayed;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 use view::{AllocationView, StateName};
@@ -125,12 +126,17 @@ pub(super) async fn list(
 pub(super) async fn create(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewAllocation>,
+    Once(body::Json(new)): Once<body::Json<NewAllocation>>,
 ) -> Result<Response, ApiError> {
-    let id = asking.id_of_new();
-    let mut request = request(&services, &asking, &new).await?;
-    request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
-    let answered = asking.ask::<Allocation>(id, Command::Request(Box::new(request)), &new).await?;
+    let answered = match asking.carried_out::<Allocation>()? {
+        Some(answered) => answered,
+        None => {
+            let id = asking.id_of_new();
+            let mut request = request(&services, &asking, &new).await?;
+            request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
+            asking.ask::<Allocation>(id, Command::Request(Box::new(request))).await?
+        }
+    };
     let is_answered =
         |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
     // A repetition is answered with what the first request made.
@@ -174,10 +180,10 @@ pub(super) async fn release(
     ByUser(asking): ByUser,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    JsonOrDefault(release): JsonOrDefault<NewRelease>,
+    Once(JsonOrDefault(release)): Once<JsonOrDefault<NewRelease>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
-    accepted(&services, asking, id, command, &release).await
+    accepted(&services, asking, id, command).await
 }
 
 /// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
@@ -192,9 +198,9 @@ pub(super) async fn retry_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
-    accepted(&services, asking, id, Command::RetryRelease { reason: why.reason.to_string() }, &why).await
+    accepted(&services, asking, id, Command::RetryRelease { reason: why.reason.to_string() }).await
 }
 
 /// Ends a failed release without a clean-up proof. The node is quarantined.
@@ -209,20 +215,14 @@ pub(super) async fn force_release(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
-    accepted(&services, asking, id, Command::ForceRelease { reason: why.reason.to_string() }, &why).await
+    accepted(&services, asking, id, Command::ForceRelease { reason: why.reason.to_string() }).await
 }
 
-async fn accepted<B: Serialize>(
-    services: &Services,
-    asking: Asking,
-    id: Uuid,
-    command: Command,
-    body: &B,
-) -> Result<Response, ApiError> {
+async fn accepted(services: &Services, asking: Asking, id: Uuid, command: Command) -> Result<Response, ApiError> {
     let asking = asking.urgently();
-    let answered: Answered<Box<Allocation>> = asking.ask::<Allocation>(id, command, body).await?;
+    let answered: Answered<Box<Allocation>> = asking.ask::<Allocation>(id, command).await?;
     let version = asking.version_of(id, &answered).await?;
     shown(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
 }

@@ -10,18 +10,19 @@ use domain::bindings::Bindings;
 use domain::machine::Command as _;
 use domain::policy::Scopes;
 use domain::{CommandId, Kind, Machine, Principal};
-use serde::Serialize;
 use std::marker::PhantomData;
 use uuid::Uuid;
 
 use crate::answer::{Explain, not_answered};
 use crate::auth::{ADMIN, Acting, Caller};
+use crate::body::refuse_query;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::idempotency::{COUNTERS, IdempotencyKey, Replayed, RequestLine};
+use crate::idempotency::keyed::Keyed;
+use crate::idempotency::{IdempotencyKey, Replayed, RequestLine};
 use crate::services::Services;
 
-use super::routing::KeyRequired;
+use super::routing::{KeyRequired, NoQuery};
 use super::stored::find;
 
 /// How long a machine may take to answer.
@@ -70,10 +71,10 @@ pub(crate) struct Asking {
     pub(crate) acting: Option<Acting>,
     services: Services,
     scope: Scope,
-    line: RequestLine,
     key: Option<IdempotencyKey>,
-    /// The command's id where the client gave it none.
-    fallback: CommandId,
+    /// Of the route's key, or new where the client gave none.
+    command_id: CommandId,
+    keyed: Keyed,
     urgent: bool,
 }
 
@@ -164,6 +165,9 @@ async fn within_limit(parts: &mut request::Parts, services: &Services) -> Result
         plan: caller.plan.clone(),
     };
     services.limiter.take(parts.extensions.get(), &scopes, &policy, now).await?;
+    if parts.extensions.get::<NoQuery>().is_some() {
+        refuse_query(&parts.uri)?;
+    }
     Ok(caller)
 }
 
@@ -202,15 +206,23 @@ impl Asking {
             path: parts.uri.path().to_owned(),
         };
         let key = if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None };
+        let (token_expires_at, acting) = (caller.token_expires_at, caller.acting.clone());
+        let caller = known(caller);
+        let by = Principal::Caller(caller.clone());
+        let command_id = key.as_ref().map_or_else(|| CommandId(Uuid::new_v4()), |key| line.command_id(&by, key));
+        let keyed = parts.extensions.get::<Keyed>().cloned().unwrap_or_default();
+        if key.is_some() {
+            keyed.sent_by(command_id, line, services);
+        }
         Ok(Self {
-            token_expires_at: caller.token_expires_at,
-            acting: caller.acting.clone(),
+            token_expires_at,
+            acting,
             key,
-            caller: known(caller),
+            caller,
             services: services.clone(),
             scope: Scope::from_request_parts(parts, services).await?,
-            line,
-            fallback: CommandId(Uuid::new_v4()),
+            command_id,
+            keyed,
             urgent: false,
         })
     }
@@ -248,13 +260,9 @@ impl Asking {
         Scopes::from(&self.caller)
     }
 
-    fn command_id(&self) -> CommandId {
-        self.key.as_ref().map_or(self.fallback, |key| self.line.command_id(&self.principal(), key))
-    }
-
     /// The id of what this request creates. A repetition makes another one in the same shard, where it meets the first.
     pub(crate) fn id_of_new(&self) -> Uuid {
-        id_created_by(self.command_id(), self.services.world.now())
+        id_created_by(self.command_id, self.services.world.now())
     }
 
     /// True of the id of something that this request makes, or made when it came first.
@@ -264,22 +272,35 @@ impl Asking {
         of_command(id) == of_command(self.id_of_new())
     }
 
-    /// True where a request of this key was carried out before: what it was to make is there.
-    pub(crate) async fn is_repetition(&self) -> Result<bool, ApiError> {
-        Ok(self.key.is_some() && self.services.reads.command(self.command_id()).await?.is_some())
+    /// The machine's reply to an earlier request with this key, where that was committed and its answer was lost. Who has to resolve something
+    /// before asking looks here first: what was there then may be gone.
+    ///
+    /// # Errors
+    /// `internal_error` where the reply cannot be read.
+    pub(crate) fn carried_out<M: Machine>(&self) -> Result<Option<Answered<M::Reply>>, ApiError> {
+        let Some(reply) = self.keyed.earlier_reply() else { return Ok(None) };
+        let reply = serde_json::from_str(reply).map_err(ApiError::internal)?;
+        self.keyed.is_committed();
+        // The version is read where it is shown ([`Asking::version_of`]).
+        Ok(Some(Answered { reply, replayed: true, written: false, version: 0 }))
     }
 
-    /// Asks `command` of an entity, once however often the request comes. `body` is what the request said.
-    pub(crate) async fn ask<M: Machine>(
-        &self,
-        id: Uuid,
-        command: M::Command,
-        body: &impl Serialize,
-    ) -> Result<Answered<M::Reply>, ApiError>
+    /// True where [`Asking::carried_out`] has a reply.
+    pub(crate) fn is_repetition(&self) -> bool {
+        self.keyed.earlier_reply().is_some()
+    }
+
+    /// What is answered to this request is found out again at each repetition, since it is a secret.
+    pub(crate) fn answer_changes(&self) {
+        self.keyed.answer_changes();
+    }
+
+    /// Asks `command` of an entity, once however often the request comes.
+    pub(crate) async fn ask<M: Machine>(&self, id: Uuid, command: M::Command) -> Result<Answered<M::Reply>, ApiError>
     where
         M::Rejection: Explain,
     {
-        self.try_ask::<M>(id, command, body).await?.map_err(not_answered)
+        self.try_ask::<M>(id, command).await?.map_err(not_answered)
     }
 
     /// As [`Asking::ask`], for those who answer a refusal in their own words.
@@ -287,17 +308,18 @@ impl Asking {
         &self,
         id: Uuid,
         command: M::Command,
-        body: &impl Serialize,
     ) -> Result<Result<Answered<M::Reply>, AskError<M::Rejection>>, ApiError> {
-        let by = self.principal();
-        let key = self.key.as_ref().map(|key| self.line.command(&by, key, body)).transpose()?;
+        if let Some(answered) = self.carried_out::<M>()? {
+            return Ok(Ok(answered));
+        }
+        let key = self.keyed.command()?;
         let answer = self.send::<M>(id, command, |asked| match key {
             Some(key) => asked.once(key),
             None => asked,
         });
         let answer = answer.await?;
-        if let (Some(_), Ok(answered)) = (&self.key, &answer) {
-            COUNTERS.answered(answered);
+        if answer.as_ref().is_ok_and(|answered| answered.written || answered.replayed) {
+            self.keyed.is_committed();
         }
         Ok(answer)
     }
@@ -350,7 +372,7 @@ impl Asking {
     pub(crate) async fn led_to<R>(&self, id: Uuid, answered: &Answered<R>) -> Result<(i64, DateTime<Utc>), ApiError> {
         let reads = &self.services.reads;
         let found = if answered.replayed {
-            let id_of_command = self.command_id();
+            let id_of_command = self.command_id;
             let rows = reads.history(id, None, LOOK_BACK).await?.items;
             rows.into_iter().find(|row| row.command_id == Some(id_of_command))
         } else {

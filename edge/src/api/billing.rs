@@ -25,6 +25,7 @@ use super::sku;
 use super::stored::{self, current};
 use crate::body::{self, Path, Query};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::services::Services;
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
@@ -197,12 +198,12 @@ pub(super) async fn list(
 pub(super) async fn open(
     may: May<AdjustBilling>,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewAccount>,
+    Once(body::Json(new)): Once<body::Json<NewAccount>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
     let id = id_of(&holder);
     let command = Command::Open { holder, currency: currency(&new.currency)? };
-    let answered = may.asking.ask::<BillingAccount>(id, command, &new).await?;
+    let answered = may.asking.ask::<BillingAccount>(id, command).await?;
     let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, replayed(&answered), Json(shown(&services, answered.reply)?)))
 }
@@ -256,14 +257,14 @@ pub(super) async fn adjust(
     may: May<AdjustBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(new): body::Json<NewAdjustment>,
+    Once(body::Json(new)): Once<body::Json<NewAdjustment>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Adjust {
         amount_minor: new.amount_minor.0,
         currency: currency(&new.currency)?,
         reason: new.reason.to_string(),
     };
-    let answered = may.asking.ask::<BillingAccount>(id, command, &new).await?;
+    let answered = may.asking.ask::<BillingAccount>(id, command).await?;
     Ok((StatusCode::CREATED, replayed(&answered), Json(shown(&services, answered.reply)?)))
 }
 

@@ -21,6 +21,7 @@ use super::field::{Because, KeyId, Reason};
 use crate::answer::Explain as _;
 use crate::body;
 use crate::error::{ApiError, Code};
+use crate::idempotency::keyed::Once;
 use crate::keys::{Keys, KeysError, make, set_id, stored};
 use crate::runtime::TreeFilter;
 use crate::services::Services;
@@ -193,13 +194,13 @@ pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -
 pub(super) async fn stage(
     May { asking, .. }: May<RotateKeys>,
     State(services): State<Services>,
-    body::Json(asked): body::Json<NewStaged>,
+    Once(body::Json(asked)): Once<body::Json<NewStaged>>,
 ) -> Result<Response, ApiError> {
     let purpose = asked.purpose;
     // A second one would be refused: no key is made for that. A repetition gets its first answer all the same.
     let keys = read(&services).await?;
     let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
-    let key = if asking.is_repetition().await? {
+    let key = if asking.is_repetition() {
         NONE
     } else if let Some(staged) = staged {
         return Err(Rejection::AlreadyStaged { id: staged.id.clone() }.explain());
@@ -207,7 +208,7 @@ pub(super) async fn stage(
         make(&services.trust.secrets, &services.trust.domain, purpose.into()).await?
     };
     let doing = Doing { purpose, change: Change::Stage { key }, reason: asked.reason.to_string(), cut_off: Vec::new() };
-    doing.carried_out(&asking, &services, &asked, StatusCode::CREATED).await
+    doing.carried_out(&asking, &services, StatusCode::CREATED).await
 }
 
 /// A route for each step that a key takes: its name, what is so in the end and until then, and its description.
@@ -226,10 +227,10 @@ macro_rules! steps {
         pub(super) async fn $name(
             May { asking, .. }: May<RotateKeys>,
             State(services): State<Services>,
-            body::Json(asked): body::Json<KeyStep>,
+            Once(body::Json(asked)): Once<body::Json<KeyStep>>,
         ) -> Result<Response, ApiError> {
             let (asking, doing) = asked.$prepared(asking, &services).await?;
-            doing.carried_out(&asking, &services, &asked, StatusCode::OK).await
+            doing.carried_out(&asking, &services, StatusCode::OK).await
         }
     )+};
 }
@@ -249,7 +250,7 @@ steps! {
 
 impl KeyStep {
     async fn activation(&self, asking: Asking, services: &Services) -> Result<(Asking, Doing), ApiError> {
-        if !self.force && !asking.is_repetition().await? {
+        if !self.force && !asking.is_repetition() {
             let version = set_of(&read(services).await?, self.purpose).version;
             let behind = until_heard(services, self.purpose, version).await?;
             if !behind.is_empty() {
@@ -295,12 +296,12 @@ impl KeyStep {
 pub(super) async fn rewrap(
     May { asking, .. }: May<RotateKeys>,
     State(services): State<Services>,
-    body::Json(asked): body::Json<Because>,
+    Once(body::Json(asked)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
     let values = services.trust.secrets.rewrap();
     let id = values.active().to_owned();
     let others = until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
-    if !others.is_empty() && !asking.is_repetition().await? {
+    if !others.is_empty() && !asking.is_repetition() {
         let names = others.join(", ");
         return Err(ApiError::new(
             Code::StateConflict,
@@ -311,7 +312,7 @@ pub(super) async fn rewrap(
     }
     let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
     let command = Command::Adopt { id, outgoing, reason: asked.reason.to_string() };
-    let answered = asking.ask::<KeySet>(set_id(Purpose::AtRest), command, &asked).await?;
+    let answered = asking.ask::<KeySet>(set_id(Purpose::AtRest), command).await?;
     Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
 }
 
@@ -339,18 +340,12 @@ struct Doing {
 }
 
 impl Doing {
-    async fn carried_out(
-        self,
-        asking: &Asking,
-        services: &Services,
-        body: &impl Serialize,
-        done: StatusCode,
-    ) -> Result<Response, ApiError> {
+    async fn carried_out(self, asking: &Asking, services: &Services, done: StatusCode) -> Result<Response, ApiError> {
         let keys = read(services).await?;
         let on = match keys.prepare(self.purpose.into(), &self.change)? {
             Ok(on) => on,
             // What was done before is refused now; whoever repeats it is to hear what came of it.
-            Err(_) if asking.is_repetition().await? => Basis {
+            Err(_) if asking.is_repetition() => Basis {
                 purpose: self.purpose.into(),
                 version: set_of(&keys, self.purpose).version,
                 founding: NONE,
@@ -360,7 +355,7 @@ impl Doing {
             Err(rejection) => return Err(self.explained(rejection)),
         };
         let command = Command::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
-        let answered = asking.try_ask::<KeySet>(set_id(self.purpose.into()), command, body).await?;
+        let answered = asking.try_ask::<KeySet>(set_id(self.purpose.into()), command).await?;
         let answered: Answered<Reply> = answered.map_err(|error| match error {
             actors::AskError::Rejected(rejection) => self.explained(rejection),
             other => crate::answer::not_answered(other),

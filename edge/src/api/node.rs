@@ -28,6 +28,7 @@ use crate::answer::not_answered;
 use crate::body::{self, Path};
 use crate::error::{ApiError, Code};
 use crate::host::Host;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::probe::Probed;
 use crate::services::Services;
@@ -133,18 +134,27 @@ pub(super) async fn list(
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewNode>,
+    Once(body::Json(new)): Once<body::Json<NewNode>>,
 ) -> Result<Response, ApiError> {
+    let answered = match asking.carried_out::<Node>()? {
+        Some(answered) => answered,
+        None => asking.ask::<Node>(asking.id_of_new(), registered(&services, &asking, &new).await?).await?,
+    };
+    shown(&services, &asking, StatusCode::CREATED, answered).await
+}
+
+/// What is to be registered: its SKU looked up and, where that is wanted, its address probed.
+async fn registered(services: &Services, asking: &Asking, new: &NewNode) -> Result<Command, ApiError> {
     let host = Host::parse(&new.host)?;
     let key = SshPublicKey::parse(&new.ssh_public_key).map_err(|error| {
         ApiError::invalid_request(format!("`ssh_public_key` is refused: {error}.")).detail("field", "ssh_public_key")
     })?;
-    let sku = sku::active(&services, &new.sku).await?;
+    let sku = sku::active(services, &new.sku).await?;
     let onboarding_mode = match new.onboarding_mode {
         Mode::Manual => OnboardingMode::Manual,
-        Mode::Maas => return Err(no_provider(&services, &asking)),
+        Mode::Maas => return Err(no_provider(services, asking)),
     };
-    let probe = if new.probe { Some(probed(&services, &host, new.port.0).await?) } else { None };
+    let probe = if new.probe { Some(probed(services, &host, new.port.0).await?) } else { None };
     let registration = Registration {
         host: host.to_string(),
         port: new.port.0,
@@ -156,9 +166,7 @@ pub(super) async fn create(
         gpus_total: new.gpus_total.0,
         onboarding_mode,
     };
-    let command = Command::Register { registration: Box::new(registration), probe };
-    let answered = asking.ask::<Node>(asking.id_of_new(), command, &new).await?;
-    shown(&services, &asking, StatusCode::CREATED, answered).await
+    Ok(Command::Register { registration: Box::new(registration), probe })
 }
 
 /// One node.
@@ -205,7 +213,7 @@ pub(super) async fn revise(
         ssh_username: change.ssh_username.as_ref().map(|name| name.to_string()),
         if_version: if_match(&headers)?,
     };
-    let answered = asking.ask::<Node>(id, command, &change).await?;
+    let answered = asking.ask::<Node>(id, command).await?;
     shown(&services, &asking, StatusCode::OK, answered).await
 }
 
@@ -223,10 +231,10 @@ pub(super) async fn retire(
     by: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Retirement>,
+    Once(body::Json(why)): Once<body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Retire { reason: why.reason.to_string(), drain: why.drain };
-    order(&services, by, id, command, &why).await
+    order(&services, by, id, command).await
 }
 
 /// Takes a retired node into service again, if it is in order.
@@ -241,9 +249,9 @@ pub(super) async fn reactivate(
     by: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }, &why).await
+    order(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }).await
 }
 
 /// Takes a node out of rent until it is found in order.
@@ -260,9 +268,9 @@ pub(super) async fn quarantine(
     by: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }, &why).await
+    order(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }).await
 }
 
 /// Gives a quarantined node its state back, if it is in order.
@@ -277,9 +285,9 @@ pub(super) async fn release_quarantine(
     by: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }, &why).await
+    order(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }).await
 }
 
 /// Removes a retired node for good.
@@ -299,11 +307,11 @@ pub(super) async fn remove(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
     let asking = asking.urgently();
     let command = Command::Remove { reason: why.reason.to_string() };
-    let answered = asking.try_ask::<Node>(id, command, &why).await?.map_err(not_removed)?;
+    let answered = asking.try_ask::<Node>(id, command).await?.map_err(not_removed)?;
     let gone = |node: &Node| node.life == Life::Removed;
     wait_until(&services, id, REMOVED_WITHIN, gone).await?;
     let stored = find::<Node>(&services, id).await?.ok_or_else(unexpected)?;
@@ -313,15 +321,14 @@ pub(super) async fn remove(
 }
 
 /// Carries out what an operator orders, ahead of what waits, and shows the node as it is then.
-async fn order<B: Serialize>(
+async fn order(
     services: &Services,
     ByAdmin(asking): ByAdmin,
     id: Uuid,
     command: Command,
-    body: &B,
 ) -> Result<Response, ApiError> {
     let asking = asking.urgently();
-    let answered = asking.ask::<Node>(id, command, body).await?;
+    let answered = asking.ask::<Node>(id, command).await?;
     shown(services, &asking, StatusCode::OK, answered).await
 }
 

@@ -19,6 +19,7 @@ use super::field::Reason;
 use crate::auth::{self, Caller};
 use crate::body;
 use crate::error::{ApiError, Code};
+use crate::idempotency::keyed::Once;
 use crate::notifications::{Connection, FULL, NotificationMessage};
 use crate::places::{Full, Open};
 use crate::services::Services;
@@ -191,11 +192,11 @@ pub(super) struct AnnouncementView {
 )]
 pub(super) async fn broadcast(
     ByAdmin(asking): ByAdmin,
-    body::Json(new): body::Json<NewAnnouncement>,
+    Once(body::Json(new)): Once<body::Json<NewAnnouncement>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let asking = asking.urgently();
     let command = Command::Announce { severity: new.severity.into(), message: new.message.to_string() };
-    let answered = asking.ask::<Announcement>(asking.id_of_new(), command, &new).await?;
+    let answered = asking.ask::<Announcement>(asking.id_of_new(), command).await?;
     let replayed = replayed(&answered);
     let Reply::Announced { announcement } = answered.reply else {
         return Err(ApiError::internal("the machine of announcements answered another question"));

@@ -6,11 +6,11 @@ use actors::place::id_of_name;
 use axum::Json;
 use axum::extract::{FromRequestParts, State};
 use axum::http::{StatusCode, request};
-use axum::response::IntoResponse;
+use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::Kind;
 use domain::authz::PlatformRole;
 use domain::bindings::{Binding, Bindings, Command, Reply};
+use domain::{BindingId, Kind};
 use persistence::read::{BindingFilter, BindingRow, Cursor};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -18,8 +18,9 @@ use uuid::Uuid;
 
 use super::asking::{Asking, BindPlatformRoles, May, replayed};
 use super::field::{ClaimId, Reason};
-use crate::body::{self, Query};
+use crate::body::{self, Path, Query};
 use crate::error::ApiError;
+use crate::idempotency::keyed::{NotRun, Once};
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
@@ -103,6 +104,7 @@ pub(super) async fn list(
 ) -> Result<Json<Items<BindingView>>, ApiError> {
     let page = listing.page("platform-roles/bindings", "", Order::OldestFirst)?;
     let filter = BindingFilter {
+        id: None,
         subject: listing.filter.subject.as_ref().map(|subject| subject.to_string()),
         role: listing.filter.role.map(PlatformRole::from),
     };
@@ -112,6 +114,25 @@ pub(super) async fn list(
     let found = found.inspect_err(|error| services.platform_roles.failed(error))?;
     let place = |row: &BindingRow| Position { created_at: row.binding.bound_at, id: row.binding.id.0 };
     Ok(Json(page.answer(found.items, place, |row| view(row.subject, row.role.into(), row.binding))))
+}
+
+/// One binding.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The binding's id")),
+    responses((status = 200, description = "The binding.", body = BindingView)),
+)]
+pub(super) async fn get(
+    _: Steward,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<BindingView>, ApiError> {
+    let filter = BindingFilter { id: Some(BindingId(id)), ..BindingFilter::default() };
+    let found = services.reads.bindings(&filter, None, 1).await.map_err(ApiError::from);
+    let found = found.inspect_err(|error| services.platform_roles.failed(error))?.items.pop();
+    let row = found.ok_or_else(|| ApiError::not_found("platform role binding"))?;
+    Ok(Json(view(row.subject, row.role.into(), row.binding)))
 }
 
 /// Binds a platform role to a subject.
@@ -129,19 +150,24 @@ pub(super) async fn list(
 pub(super) async fn bind(
     Steward(asking): Steward,
     State(services): State<Services>,
-    new: Result<body::Json<NewBinding>, ApiError>,
-) -> Result<impl IntoResponse, ApiError> {
+    new: Result<Once<body::Json<NewBinding>>, NotRun>,
+) -> Result<Response, ApiError> {
+    let new = match new {
+        Ok(Once(body::Json(new))) => Ok(new),
+        Err(NotRun::Refused(error)) => Err(error),
+        Err(NotRun::Answered(answer)) => return Ok(answer),
+    };
     let bound = async {
-        let body::Json(new) = new?;
+        let new = new?;
         let (subject, role) = (new.subject.to_string(), new.role);
         let command = Command::Bind { subject: subject.clone(), role: role.into(), reason: new.reason.to_string() };
-        let answered = asking.ask::<Bindings>(id_of_name(Kind::Bindings, &subject), command, &new).await?;
+        let answered = asking.ask::<Bindings>(id_of_name(Kind::Bindings, &subject), command).await?;
         let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
         let replayed = replayed(&answered);
         let Reply::Bound { binding } = answered.reply else {
             return Err(ApiError::internal("the machine of bindings answered another question"));
         };
-        Ok((status, replayed, Json(view(subject, role, binding))))
+        Ok((status, replayed, Json(view(subject, role, binding))).into_response())
     };
     let bound = bound.await;
     services.platform_roles.changed(&bound);
@@ -166,7 +192,7 @@ pub(super) async fn revoke(
         let Query(revoked) = revoked?;
         let reason = revoked.reason.as_ref().map(|reason| reason.to_string());
         let command = Command::Revoke { role: revoked.role.into(), reason };
-        asking.ask::<Bindings>(id_of_name(Kind::Bindings, &revoked.subject), command, &revoked).await?;
+        asking.ask::<Bindings>(id_of_name(Kind::Bindings, &revoked.subject), command).await?;
         Ok(StatusCode::NO_CONTENT)
     };
     let revoked = revoked.await;

@@ -18,6 +18,7 @@ use super::field::{Because, ProcessorId};
 use super::stored::{self, current};
 use crate::body::{self, Path};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 use crate::webhook::id_of_event;
@@ -144,11 +145,11 @@ pub(super) async fn retry(
     may: May<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Retry { reason: why.reason.to_string() };
     let asking = may.asking.urgently();
-    shown(&services, asking.ask::<ProcessorEvent>(id, command, &why).await?)
+    shown(&services, asking.ask::<ProcessorEvent>(id, command).await?)
 }
 
 /// Says of an event that could not be carried out that nothing is to follow from it.
@@ -165,11 +166,11 @@ pub(super) async fn dismiss(
     may: May<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Dismiss { reason: why.reason.to_string() };
     let asking = may.asking.urgently();
-    shown(&services, asking.ask::<ProcessorEvent>(id, command, &why).await?)
+    shown(&services, asking.ask::<ProcessorEvent>(id, command).await?)
 }
 
 fn shown(services: &Services, answered: Answered<Reply>) -> Result<impl IntoResponse + use<>, ApiError> {

@@ -24,6 +24,7 @@ use super::stored::{current, wait_until};
 use crate::body;
 use crate::error::{ApiError, Code};
 use crate::idempotency::Replayed;
+use crate::idempotency::keyed::Once;
 use crate::services::Services;
 
 /// How long the account's answer is waited for.
@@ -57,7 +58,7 @@ pub(super) struct NewRefund {
 pub(super) async fn create(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewRefund>,
+    Once(body::Json(new)): Once<body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
     match (new.payment_id, new.allocation_id) {
         (Some(payment), None) => of_payment(&services, &asking, PaymentId(payment), &new).await,
@@ -83,7 +84,7 @@ async fn of_payment(
         amount_minor: new.amount_minor.map(|amount| amount.0),
         reason: new.reason.to_string(),
     };
-    let answered = asking.ask::<Payment>(id.0, command, new).await?;
+    let answered = asking.ask::<Payment>(id.0, command).await?;
     let replayed = replayed(&answered);
     let payment::Reply::Payment { payment } = answered.reply else {
         return Err(ApiError::internal("the payment's machine answered another question"));
@@ -107,22 +108,11 @@ async fn of_allocation(
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
-    let allocation = current::<Allocation>(services, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
-    let holder = Holder::paying_for(&allocation.asked.user_id, allocation.asked.org_id.as_deref());
-    let account_id = id_of(&holder);
-    let account = current::<BillingAccount>(services, account_id).await?;
-    let is_metered = account.is_some_and(|account| account.it.meters.contains_key(&id));
-    let posted = services.reads.costs(&[id.0]).await?.remove(&id.0);
-    let command = billing_account::Command::RefundAllocation {
-        refund_id: RefundId(asking.id_of_new()),
-        allocation_id: id,
-        // While it is metered the account knows best.
-        cost: (!is_metered).then(|| posted.map_or(Micro::ZERO, |posted| posted.cost)),
-        ended_at: posted.and_then(|posted| posted.billed_until).filter(|_| !is_metered),
-        amount_minor: new.amount_minor.map(|amount| amount.0),
-        reason: new.reason.to_string(),
+    let account_id = account_of(services, id).await?;
+    let answered = match asking.carried_out::<BillingAccount>()? {
+        Some(answered) => answered,
+        None => asking.ask::<BillingAccount>(account_id, of_cost(services, asking, account_id, id, new).await?).await?,
     };
-    let answered = asking.ask::<BillingAccount>(account_id, command, new).await?;
     let replayed = replayed(&answered);
     let requested_at = asking.led_to(account_id, &answered).await?.1;
     let billing_account::Reply::Account { account } = answered.reply else {
@@ -146,6 +136,33 @@ async fn of_allocation(
         requested_at,
     };
     Ok(shown(replayed, view))
+}
+
+/// The account that paid for an allocation. Allocations are not forgotten, and their account stays the same.
+async fn account_of(services: &Services, id: AllocationId) -> Result<Uuid, ApiError> {
+    let allocation = current::<Allocation>(services, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
+    Ok(id_of(&Holder::paying_for(&allocation.asked.user_id, allocation.asked.org_id.as_deref())))
+}
+
+async fn of_cost(
+    services: &Services,
+    asking: &Asking,
+    account_id: Uuid,
+    id: AllocationId,
+    new: &NewRefund,
+) -> Result<billing_account::Command, ApiError> {
+    let account = current::<BillingAccount>(services, account_id).await?;
+    let is_metered = account.is_some_and(|account| account.it.meters.contains_key(&id));
+    let posted = services.reads.costs(&[id.0]).await?.remove(&id.0);
+    Ok(billing_account::Command::RefundAllocation {
+        refund_id: RefundId(asking.id_of_new()),
+        allocation_id: id,
+        // While it is metered the account knows best.
+        cost: (!is_metered).then(|| posted.map_or(Micro::ZERO, |posted| posted.cost)),
+        ended_at: posted.and_then(|posted| posted.billed_until).filter(|_| !is_metered),
+        amount_minor: new.amount_minor.map(|amount| amount.0),
+        reason: new.reason.to_string(),
+    })
 }
 
 fn shown(replayed: Replayed, view: RefundView) -> Response {

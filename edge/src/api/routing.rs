@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::{Extension, Router};
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::path::{Operation, ParameterBuilder, ParameterIn, PathItem};
@@ -14,8 +14,10 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
+use crate::body::takes_no_query;
 use crate::error::{Code, Envelope};
 use crate::idempotency;
+use crate::idempotency::keyed::stores_its_answer;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
 use crate::rate_limit::{Group, in_group};
 use crate::services::Services;
@@ -100,6 +102,10 @@ pub(super) struct Row {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyRequired;
 
+/// Goes along with a request to a route that takes no query parameters.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NoQuery;
+
 /// The routes so far.
 pub(super) struct Routes {
     open: Router<Services>,
@@ -122,12 +128,24 @@ impl Routes {
         if let Some(operation) = operation {
             describe(operation, row);
         }
+        let takes_query = operation_mut(&mut item, row.verb).is_some_and(|operation| takes_query(operation));
+        let refuses_query = is_strict(row) && !takes_query;
         paths.paths.insert(row.path.to_owned(), item);
         let mut one = OpenApiRouter::new().routes((schemas, paths, handler));
         self.api.merge(one.to_openapi());
         let (mut router, _) = one.split_for_parts();
+        if matches!(row.verb, Verb::PostOnce | Verb::PostKeyed) {
+            router = router.route_layer(from_fn(stores_its_answer));
+        }
         if row.verb == Verb::PostKeyed {
             router = router.route_layer(Extension(KeyRequired));
+        }
+        if refuses_query {
+            router = match row.who {
+                Who::Anyone | Who::Client | Who::Internal => router.route_layer(from_fn(takes_no_query)),
+                // Once the caller is known.
+                Who::User | Who::Admin | Who::Bound => router.route_layer(Extension(NoQuery)),
+            };
         }
         // Operators are answered however busy the rest is.
         if matches!(row.who, Who::Anyone | Who::Internal) {
@@ -181,6 +199,17 @@ fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
     }
 }
 
+/// Whether unknown query parameters are refused: of the API, always. Pages for people, and what they load, are also reached with what others
+/// add to an address.
+fn is_strict(row: &Row) -> bool {
+    row.path.starts_with("/api/") || row.path.starts_with("/internal/")
+}
+
+fn takes_query(operation: &Operation) -> bool {
+    let mut parameters = operation.parameters.iter().flatten();
+    parameters.any(|parameter| matches!(parameter, RefOr::T(it) if it.parameter_in == ParameterIn::Query))
+}
+
 /// Adds what follows from who may use the route and what it takes.
 fn describe(operation: &mut Operation, row: &Row) {
     operation.operation_id = Some(row.operation_id.to_owned());
@@ -210,7 +239,7 @@ fn describe(operation: &mut Operation, row: &Row) {
         }
         codes.extend([Code::InvalidRequest, Code::PayloadTooLarge, Code::UnsupportedMediaType]);
     }
-    if operation.parameters.as_ref().is_some_and(|parameters| !parameters.is_empty()) {
+    if is_strict(row) || operation.parameters.as_ref().is_some_and(|parameters| !parameters.is_empty()) {
         codes.push(Code::InvalidRequest);
     }
     match row.verb {

@@ -22,6 +22,7 @@ use super::stored::{self, find};
 use crate::body::{self, Path};
 use crate::correlation::no_store;
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 use crate::token::{Purpose, mint};
@@ -154,7 +155,7 @@ pub(super) async fn list(
 pub(super) async fn create(
     ByUser(asking): ByUser,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewServiceAccount>,
+    Once(body::Json(new)): Once<body::Json<NewServiceAccount>>,
 ) -> Result<Response, ApiError> {
     let roles = new.roles.as_deref().unwrap_or(&[RoleName::User]);
     if roles.is_empty() {
@@ -162,12 +163,12 @@ pub(super) async fn create(
         return Err(ApiError::invalid_request(message).detail("field", "roles"));
     }
     let id = asking.id_of_new();
-    if !asking.is_repetition().await? {
+    if !asking.is_repetition() {
         take_place(&services, &asking, id).await?;
     }
     let roles = roles.iter().map(|role| (*role).into()).collect();
     let command = Command::Create { name: new.name.to_string(), roles };
-    let answered = asking.ask::<ServiceAccount>(id, command, &new).await?;
+    let answered = asking.ask::<ServiceAccount>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Account { account } = answered.reply else { return Err(unexpected()) };
     Ok((StatusCode::CREATED, replayed, Json(view(*account))).into_response())
@@ -217,7 +218,7 @@ pub(super) async fn get(
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    asking.urgently().ask::<ServiceAccount>(id, Command::Delete, &()).await?;
+    asking.urgently().ask::<ServiceAccount>(id, Command::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -257,7 +258,7 @@ pub(super) async fn revoke_key(
     Path((id, key)): Path<(Uuid, Uuid)>,
 ) -> Result<StatusCode, ApiError> {
     let command = Command::RevokeKey { key: ServiceAccountKeyId(key) };
-    asking.urgently().ask::<ServiceAccount>(id, command, &()).await?;
+    asking.urgently().ask::<ServiceAccount>(id, command).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -15,8 +15,9 @@ use uuid::Uuid;
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{ClaimId, Label, PublicKeyText};
 use super::stored::find;
-use crate::body::{self, Path};
+use crate::body::{self, NoBody, Path};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
@@ -125,7 +126,7 @@ async fn page_of(
 )]
 pub(super) async fn add(
     ByUser(asking): ByUser,
-    body::Json(new): body::Json<NewSshKey>,
+    Once(body::Json(new)): Once<body::Json<NewSshKey>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = match SshPublicKey::parse(&new.public_key) {
         Ok(key) => key,
@@ -143,7 +144,7 @@ pub(super) async fn add(
         public_key: key.public_key,
         fingerprint: key.fingerprint,
     };
-    let answered = asking.ask::<Tenant>(tenant_of(&asking), command, &new).await?;
+    let answered = asking.ask::<Tenant>(tenant_of(&asking), command).await?;
     let replayed = replayed(&answered);
     Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
 }
@@ -159,6 +160,45 @@ const fn cause_of(error: &SshPublicKeyError) -> KeyCause {
         | SshPublicKeyError::NotOneLine
         | SshPublicKeyError::Malformed => KeyCause::Unreadable,
     }
+}
+
+/// One of the caller's keys.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The key's id")),
+    responses((status = 200, description = "The key.", body = SshKeyView)),
+)]
+pub(super) async fn get(
+    ByUser(asking): ByUser,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<SshKeyView>, ApiError> {
+    one_of(&services, &asking.caller.user_id, id).await
+}
+
+/// One of a user's keys.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(
+        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
+        ("id" = Uuid, Path, description = "The key's id"),
+    ),
+    responses((status = 200, description = "The key.", body = SshKeyView)),
+)]
+pub(super) async fn get_of_user(
+    _: ByAdmin,
+    State(services): State<Services>,
+    Path((user_id, id)): Path<(ClaimId, Uuid)>,
+) -> Result<Json<SshKeyView>, ApiError> {
+    one_of(&services, &user_id, id).await
+}
+
+async fn one_of(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshKeyView>, ApiError> {
+    let tenant = find::<Tenant>(services, tenant(owner)).await?;
+    let key = tenant.and_then(|mut stored| stored.it.keys.remove(&SshKeyId(id)));
+    key.map(|key| Json(view(key, owner))).ok_or_else(|| ApiError::not_found("SSH key"))
 }
 
 /// Deletes a key.
@@ -194,7 +234,7 @@ pub(super) async fn delete_of_user(
 }
 
 async fn deleted(asking: &Asking, owner: &str, id: Uuid) -> Result<StatusCode, ApiError> {
-    asking.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }, &()).await?;
+    asking.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -205,7 +245,11 @@ async fn deleted(asking: &Asking, owner: &str, id: Uuid) -> Result<StatusCode, A
     params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
-pub(super) async fn make_default(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<impl IntoResponse, ApiError> {
+pub(super) async fn make_default(
+    ByUser(asking): ByUser,
+    Path(id): Path<Uuid>,
+    _: Once<NoBody>,
+) -> Result<impl IntoResponse, ApiError> {
     made_default(&asking, &asking.caller.user_id, id).await
 }
 
@@ -224,12 +268,13 @@ pub(super) async fn make_default(ByUser(asking): ByUser, Path(id): Path<Uuid>) -
 pub(super) async fn make_default_of_user(
     ByAdmin(asking): ByAdmin,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
+    _: Once<NoBody>,
 ) -> Result<impl IntoResponse, ApiError> {
     made_default(&asking, &user_id, id).await
 }
 
 async fn made_default(asking: &Asking, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
-    let answered = asking.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }, &()).await?;
+    let answered = asking.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }).await?;
     let replayed = replayed(&answered);
     Ok((replayed, Json(view(key_of(answered.reply)?, owner))))
 }

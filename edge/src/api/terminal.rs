@@ -28,6 +28,7 @@ use crate::answer::not_answered;
 use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 use crate::terminal::mint;
@@ -423,10 +424,10 @@ pub(super) async fn get(
 pub(super) async fn kill(
     ByAdmin(asking): ByAdmin,
     Path(id): Path<Uuid>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Kill { reason: why.reason.to_string() };
-    let answered = asking.urgently().ask::<TerminalSession>(id, command, &why).await?;
+    let answered = asking.urgently().ask::<TerminalSession>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
     Ok((StatusCode::OK, replayed, Json(view(&session))).into_response())

@@ -71,6 +71,16 @@ impl Postgres {
         String::from_utf8_lossy(&said.stdout).into_owned()
     }
 
+    /// Carries out one statement, past everything of ours.
+    pub(crate) fn execute(&self, statement: &str) {
+        let mut psql = Command::new(program("psql"));
+        psql.args(["-v", "ON_ERROR_STOP=1", "-U", "svc", "-h"])
+            .arg(self.dir.path())
+            .args(["-c", statement, "postgres"]);
+        let done = psql.output().unwrap();
+        assert!(done.status.success(), "psql: {}", String::from_utf8_lossy(&done.stderr));
+    }
+
     /// SIGQUIT: without a checkpoint, but with its backends. When this returns none of them commits any more.
     pub(crate) fn stop(&self) {
         let mut child = self.child.lock().unwrap();

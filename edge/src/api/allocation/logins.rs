@@ -60,7 +60,7 @@ pub(in crate::api) async fn choose_ssh_keys(
         let logins = tenant.map(|tenant| (tenant.logins(chosen.as_deref()), tenant.logins_revision));
         let (keys, logins_revision) = logins.unwrap_or_default();
         let command = Command::ChooseLogins { chosen: chosen.clone(), keys, logins_revision };
-        match asking.try_ask::<Allocation>(id, command, &new).await? {
+        match asking.try_ask::<Allocation>(id, command).await? {
             Ok(answered) => {
                 return shown(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await;
             }

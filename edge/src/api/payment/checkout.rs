@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use actors::AskError;
+use actors::{Answered, AskError};
 
 use crate::answer::{Explain as _, limited_by, not_answered};
 use crate::api::asking::{Asking, ByUser, replayed};
@@ -31,6 +31,7 @@ use crate::api::stored::{current, wait_until};
 use crate::body;
 use crate::correlation::{Scope, no_store};
 use crate::error::{ApiError, Code};
+use crate::idempotency::keyed::Once;
 use crate::processor::{Before, Checkout, Opened, ProcessorError};
 use crate::services::{Payments, Services};
 
@@ -88,29 +89,42 @@ pub(in crate::api) async fn checkout(
     ByUser(asking): ByUser,
     scope: Scope,
     State(services): State<Services>,
-    body::Json(new): body::Json<NewCheckout>,
+    Once(body::Json(new)): Once<body::Json<NewCheckout>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let payments = services.payments()?;
-    let holder = holder_of(&asking);
-    has_room(&services, &asking, &holder).await?;
-    let amount_minor = new.amount_minor.0;
-    let command = Command::Create {
-        account_id: BillingAccountId(id_of(&holder)),
-        currency: currency(&services, payments, &holder, new.currency.as_ref()).await?,
-        holder,
-        payer: asking.caller.user_id.clone(),
-        amount_minor,
-        success_url: new.success_url.to_string(),
-        cancel_url: new.cancel_url.to_string(),
+    asking.answer_changes();
+    let answered = match asking.carried_out::<Payment>()? {
+        Some(answered) => answered,
+        None => created(&services, payments, &asking, &new).await?,
     };
-    let answered = asking.try_ask::<Payment>(asking.id_of_new(), command, &new).await?;
-    let answered = answered.map_err(|error| not_created(error, amount_minor))?;
     let replayed = replayed(&answered);
     let till = Till { services: &services, payments, scope: &scope };
     let payment = payment_in(answered.reply)?;
     let at_hand = if replayed.0 { till.known(&payment).await } else { till.open(payment, Before::Nothing).await };
     let view = at_hand.map_err(|error| replayed.refused(error))?;
     Ok((StatusCode::CREATED, no_store(), replayed, Json(view)))
+}
+
+async fn created(
+    services: &Services,
+    payments: &Payments,
+    asking: &Asking,
+    new: &NewCheckout,
+) -> Result<Answered<Reply>, ApiError> {
+    let holder = holder_of(asking);
+    has_room(services, asking, &holder).await?;
+    let amount_minor = new.amount_minor.0;
+    let command = Command::Create {
+        account_id: BillingAccountId(id_of(&holder)),
+        currency: currency(services, payments, &holder, new.currency.as_ref()).await?,
+        holder,
+        payer: asking.caller.user_id.clone(),
+        amount_minor,
+        success_url: new.success_url.to_string(),
+        cancel_url: new.cancel_url.to_string(),
+    };
+    let answered = asking.try_ask::<Payment>(asking.id_of_new(), command).await?;
+    answered.map_err(|error| not_created(error, amount_minor))
 }
 
 /// What stands between a payment and the processor.
@@ -259,8 +273,7 @@ fn not_created(error: AskError<Rejection>, amount_minor: i64) -> ApiError {
 async fn has_room(services: &Services, asking: &Asking, holder: &Holder) -> Result<(), ApiError> {
     let limit = services.world.policy().int(Key::BillingOpenPaymentsPerUser, &asking.scopes(), services.world.now());
     let open = services.reads.open_payments(&holder.to_string(), &asking.caller.user_id).await?;
-    // A repetition begins nothing.
-    if open < limit || asking.is_repetition().await? {
+    if open < limit {
         return Ok(());
     }
     let message =

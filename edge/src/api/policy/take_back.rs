@@ -54,7 +54,7 @@ pub(in crate::api) async fn take_back(
     let id = id_of(&one_scope(scope, "query")?).0;
     let expected = query.old_value.as_ref().map_or(Expected::Anything, |text| Expected::This(read(key, text)));
     let what = TakeBack { key, effective_at: query.effective_at, reason: query.reason.to_string(), expected };
-    asking.ask::<ScopeValues>(id, Command::TakeBack(what), &query).await?;
+    asking.ask::<ScopeValues>(id, Command::TakeBack(what)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -21,6 +21,7 @@ use crate::api::platform_role::PlatformRoleName;
 use crate::api::stored::find;
 use crate::body::{self, Path};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::services::Services;
 
 /// How often an approval looks at a SKU that others decide on at the same moment.
@@ -87,7 +88,7 @@ macro_rules! approvals {
             may: May<ApproveSkus>,
             services: State<Services>,
             id: Path<Uuid>,
-            decision: body::Json<SkuDecision>,
+            decision: Once<body::Json<SkuDecision>>,
         ) -> Result<impl IntoResponse, ApiError> {
             approve(Change::$change, may, services, id, decision).await
         }
@@ -120,8 +121,11 @@ async fn approve(
     May { asking, .. }: May<ApproveSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(decision): body::Json<SkuDecision>,
+    Once(body::Json(decision)): Once<body::Json<SkuDecision>>,
 ) -> Result<impl IntoResponse, ApiError> {
+    if let Some(answered) = asking.carried_out::<Sku>()? {
+        return Ok(approved(change, &answered));
+    }
     let mut looks = 0;
     loop {
         looks += 1;
@@ -133,7 +137,7 @@ async fn approve(
             rollback_plan: decision.rollback_plan.as_ref().map(|text| text.to_string()),
             seen: look(&services, id).await?,
         };
-        match asking.try_ask::<Sku>(id, Command::Approve(Box::new(given)), &decision).await? {
+        match asking.try_ask::<Sku>(id, Command::Approve(Box::new(given))).await? {
             Err(AskError::Rejected(Rejection::Moved)) if looks < LOOKS => {}
             answer => return Ok(approved(change, &answer.map_err(not_answered)?)),
         }

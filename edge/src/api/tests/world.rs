@@ -317,6 +317,11 @@ impl World {
         self.postgres.dump()
     }
 
+    /// Leaves the commits of all requests, and none of their answers: as if the process had been killed between the two.
+    pub(super) fn lose_answers(&self) {
+        self.postgres.execute("UPDATE command SET answer = NULL WHERE reply IS NOT NULL");
+    }
+
     pub(super) fn places(&self, placing: Placing) {
         *self.placing.lock().unwrap() = placing;
     }

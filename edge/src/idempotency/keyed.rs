@@ -1,0 +1,239 @@
+//! A POST with an `Idempotency-Key` on its way through the edge.
+//!
+//! ```text
+//! layer ──▶ caller known, key read ──▶ body read ──▶ stored? ──yes──▶ the stored answer
+//!   ▲                                                  └──no──▶ handler: resolve, ask ──▶ answer
+//!   └──────────────── stores the answer before it is sent ◀──────────────────────────────┘
+//! ```
+//!
+//! A command's commit stores its id, digest and reply ([`domain::commit::CommandRecord`]); the answer is added to that row. Where the process
+//! ends in between, a repetition is answered from the machine's reply, and resolves nothing. A refusal, or an answer to a request that had
+//! nothing to change, is a row of its own under the same id, which a commit and such a row cannot both get.
+
+use actors::CommandKey;
+use axum::extract::{FromRequest, Request};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use domain::CommandId;
+use persistence::answers::{Answers, StoredRequest};
+use serde::Serialize;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::stored::{self, is_final, read};
+use super::{COUNTERS, IDEMPOTENCY_REPLAYED, RequestLine, answer_not_stored, in_progress, key_reused};
+use crate::body::{Json, JsonOrDefault, NoBody};
+use crate::error::ApiError;
+use crate::services::Services;
+
+/// What the layer, the extractors and the handler of one request share. Empty where the request has no key.
+#[derive(Clone, Default)]
+pub(crate) struct Keyed(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    caller: OnceLock<ByCaller>,
+    started: OnceLock<Started>,
+    committed: AtomicBool,
+    answer_changes: AtomicBool,
+}
+
+/// Known once the caller is.
+struct ByCaller {
+    id: CommandId,
+    line: RequestLine,
+    answers: Answers,
+}
+
+/// Known once the body is read, where no answer is stored.
+struct Started {
+    command: CommandKey,
+    /// The machine's reply, where an earlier request with this key was committed and its answer was not stored.
+    earlier_reply: Option<String>,
+}
+
+impl Keyed {
+    pub(crate) fn sent_by(&self, id: CommandId, line: RequestLine, services: &Services) {
+        // A request has one caller.
+        let _ = self.0.caller.set(ByCaller { id, line, answers: services.reads.answers() });
+    }
+
+    /// The digest of the request; `None` where it has no key.
+    fn digest(&self, body: &impl Serialize) -> Result<Option<[u8; 32]>, ApiError> {
+        self.0.caller.get().map(|by| by.line.digest(body)).transpose()
+    }
+
+    /// Answers with what is stored, if something is.
+    async fn start(&self, digest: Option<[u8; 32]>) -> Result<Option<Response>, ApiError> {
+        let (Some(ByCaller { id, answers, .. }), Some(digest)) = (self.0.caller.get(), digest) else { return Ok(None) };
+        let earlier = answers.find(*id).await?;
+        let earlier_reply = match earlier {
+            Some(stored) if stored.digest != digest => return Err(key_reused()),
+            Some(StoredRequest { answer: Some(answer), .. }) => {
+                COUNTERS.replays_served.inc();
+                return stored::replay(&answer).map(Some);
+            }
+            Some(StoredRequest { reply: None, .. }) => return Err(answer_not_stored()),
+            Some(StoredRequest { reply, .. }) => reply,
+            None => None,
+        };
+        let _ = self.0.started.set(Started { command: CommandKey::repeatable(*id, digest), earlier_reply });
+        Ok(None)
+    }
+
+    /// The command's key; `None` where the request has none.
+    ///
+    /// # Errors
+    /// `internal_error` where the handler of a keyed route does not read its body through [`Once`].
+    pub(crate) fn command(&self) -> Result<Option<CommandKey>, ApiError> {
+        match (self.0.caller.get(), self.0.started.get()) {
+            (None, _) => Ok(None),
+            (Some(_), Some(started)) => Ok(Some(started.command.clone())),
+            (Some(_), None) => {
+                Err(ApiError::internal("the handler of a keyed route does not read its body through Once"))
+            }
+        }
+    }
+
+    /// The machine's reply to an earlier request with this key, which was committed.
+    pub(crate) fn earlier_reply(&self) -> Option<&str> {
+        self.0.started.get().and_then(|started| started.earlier_reply.as_deref())
+    }
+
+    /// A command was committed under the key, by this request or an earlier one: whatever is answered is its answer.
+    pub(crate) fn is_committed(&self) {
+        self.0.committed.store(true, Ordering::Release);
+    }
+
+    /// What is answered to a committed command is found out at each repetition. A refusal that commits nothing is stored all the same.
+    pub(crate) fn answer_changes(&self) {
+        self.0.answer_changes.store(true, Ordering::Release);
+    }
+
+    async fn finish(&self, response: Response) -> Response {
+        let (Some(by), Some(started)) = (self.0.caller.get(), self.0.started.get()) else { return response };
+        if response.headers().contains_key(IDEMPOTENCY_REPLAYED) {
+            COUNTERS.replays_served.inc();
+        }
+        if !is_final(&response) {
+            return response;
+        }
+        self.store(by, started, response).await.unwrap_or_else(ApiError::into_response)
+    }
+
+    /// Stores the answer and gives it, or the one that is stored already.
+    async fn store(&self, by: &ByCaller, started: &Started, response: Response) -> Result<Response, ApiError> {
+        let committed = self.0.committed.load(Ordering::Acquire);
+        if committed && self.0.answer_changes.load(Ordering::Acquire) {
+            return Ok(response);
+        }
+        let stored::Read { kind, text, response } = read(response).await?;
+        let is_stored = match (committed, &text) {
+            (true, Some(text)) => by.answers.of_committed(by.id, text).await?,
+            // A repetition is answered from the machine's reply.
+            (true, None) => true,
+            (false, text) => by.answers.of_uncommitted(by.id, started.command.digest, text.as_deref()).await?,
+        };
+        COUNTERS.stored(&kind, is_stored);
+        if is_stored { Ok(response) } else { self.overtaken(by, started, committed, response).await }
+    }
+
+    /// Another request with this key was faster: its answer is the one.
+    async fn overtaken(
+        &self,
+        by: &ByCaller,
+        started: &Started,
+        committed: bool,
+        response: Response,
+    ) -> Result<Response, ApiError> {
+        match by.answers.find(by.id).await? {
+            Some(stored) if stored.digest != started.command.digest => Err(key_reused()),
+            Some(StoredRequest { answer: Some(answer), .. }) => {
+                COUNTERS.replays_served.inc();
+                stored::replay(&answer)
+            }
+            // Its commit stands, and its answer is not there yet.
+            Some(StoredRequest { reply: Some(_), .. }) if !committed => Err(in_progress()),
+            Some(StoredRequest { reply: None, .. }) if !committed => Err(answer_not_stored()),
+            // Its day has passed.
+            Some(_) | None => Ok(response),
+        }
+    }
+}
+
+/// The layer of the routes that store their answers.
+pub(crate) async fn stores_its_answer(mut request: Request, next: Next) -> Response {
+    let keyed = Keyed::default();
+    request.extensions_mut().insert(keyed.clone());
+    let response = next.run(request).await;
+    keyed.finish(response).await
+}
+
+/// The body `E` of a request that stores its answer. A repetition ends here, with the stored answer: whatever a handler resolves comes later.
+#[derive(Debug)]
+pub(crate) struct Once<E>(pub(crate) E);
+
+/// Why a handler does not run.
+pub(crate) enum NotRun {
+    Refused(ApiError),
+    /// The request was answered before.
+    Answered(Response),
+}
+
+impl IntoResponse for NotRun {
+    fn into_response(self) -> Response {
+        match self {
+            Self::Refused(error) => error.into_response(),
+            Self::Answered(response) => response,
+        }
+    }
+}
+
+impl<E> FromRequest<Services> for Once<E>
+where
+    E: FromRequest<Services, Rejection = ApiError> + Content + Send,
+{
+    type Rejection = NotRun;
+
+    async fn from_request(request: Request, services: &Services) -> Result<Self, NotRun> {
+        let keyed = request.extensions().get::<Keyed>().cloned().unwrap_or_default();
+        let body = E::from_request(request, services).await.map_err(NotRun::Refused)?;
+        let digest = keyed.digest(body.content()).map_err(NotRun::Refused)?;
+        match keyed.start(digest).await {
+            Ok(None) => Ok(Self(body)),
+            Ok(Some(answer)) => Err(NotRun::Answered(answer)),
+            Err(error) => Err(NotRun::Refused(error)),
+        }
+    }
+}
+
+/// What a body says, for the digest of its request.
+pub(crate) trait Content {
+    type Of: Serialize;
+
+    fn content(&self) -> &Self::Of;
+}
+
+impl<T: Serialize> Content for Json<T> {
+    type Of = T;
+
+    fn content(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Serialize> Content for JsonOrDefault<T> {
+    type Of = T;
+
+    fn content(&self) -> &T {
+        &self.0
+    }
+}
+
+impl Content for NoBody {
+    type Of = ();
+
+    fn content(&self) -> &() {
+        &()
+    }
+}
