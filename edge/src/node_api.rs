@@ -25,7 +25,7 @@ mod wait;
 
 pub use page::{NodeRoute, PAGE, Shows};
 
-use crate::body::BodyLimit;
+use crate::body::{BodyLimit, takes_no_query};
 use crate::correlation::{Outermost, Scope, Service, no_store};
 use crate::error::ApiError;
 use crate::identity::TrustDomain;
@@ -35,6 +35,7 @@ use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
+use axum::middleware::from_fn;
 use axum::routing::{get, post, put};
 use axum::{Extension, Router};
 use chrono::TimeDelta;
@@ -90,18 +91,24 @@ pub fn router(services: Services) -> Router {
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))
         .route("/internal/v1/nodes/{id}/recover/nonce", get(recovery::nonce))
         .route("/internal/v1/nodes/{id}/recover", post(recovery::recover))
+        .route_layer(from_fn(takes_no_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let speaking = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
         .route("/internal/v1/nodes/{id}/heartbeat", post(heartbeat::beat))
+        .route_layer(from_fn(takes_no_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let reporting = Router::new()
         .route("/internal/v1/nodes/{id}/tasks/{task_id}/result", post(result::record))
+        .route_layer(from_fn(takes_no_query))
         .route_layer(Extension(BodyLimit(RESULT_BYTES)));
     let recording = Router::new()
         .route("/internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}", put(recording::keep))
+        .route_layer(from_fn(takes_no_query))
         .route_layer(Extension(BodyLimit(CHUNK_MOST)));
-    let streaming = Router::new().route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream));
+    let streaming = Router::new()
+        .route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream))
+        .route_layer(from_fn(takes_no_query));
     let waiting = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(wait::wait));
 
     let [(name, value)] = no_store();

@@ -17,6 +17,7 @@ use subtle::ConstantTimeEq;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
+use crate::body::whole::in_digits;
 use crate::{body, error::ApiError};
 
 /// The most items of one page.
@@ -171,6 +172,8 @@ fn plain(name: &str) -> Cow<'_, str> {
 }
 
 fn parse_limit(text: &str) -> Result<u32, ApiError> {
+    let in_digits = in_digits(text);
+    let text = in_digits.as_deref().unwrap_or(text);
     text.parse::<u32>()
         .ok()
         .filter(|limit| (1..=MAX_LIMIT).contains(limit) && text.bytes().all(|byte| byte.is_ascii_digit()))

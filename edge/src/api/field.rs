@@ -54,9 +54,9 @@ macro_rules! texts {
     )+};
 }
 
-/// Whole numbers between two others; those `in digits` are written so.
+/// Whole numbers between two others.
 macro_rules! numbers {
-    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal $(, in $digits:ident)?;)+) => {$(
+    ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal;)+) => {$(
         $(#[doc = $doc])+
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         #[serde(transparent)]
@@ -64,10 +64,8 @@ macro_rules! numbers {
 
         impl<'de> Deserialize<'de> for $name {
             fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                const EXPECTED: &str =
-                    concat!("a whole number from ", $min, " to ", $max $(, ", in ", stringify!($digits))?);
-                const IN_DIGITS: bool = !concat!($(stringify!($digits))?).is_empty();
-                let whole = Whole { expected: EXPECTED, min: $min, max: $max, in_digits: IN_DIGITS };
+                const EXPECTED: &str = concat!("a whole number from ", $min, " to ", $max);
+                let whole = Whole { expected: EXPECTED, min: $min, max: $max };
                 let number = deserializer.deserialize_i64(whole)?;
                 <$type>::try_from(number).map(Self).map_err(|_| D::Error::custom(EXPECTED))
             }
@@ -97,8 +95,6 @@ struct Whole {
     expected: &'static str,
     min: i64,
     max: i64,
-    /// Not as what a calculation in floating point writes, such as 1e3 and 10.0.
-    in_digits: bool,
 }
 
 impl Visitor<'_> for Whole {
@@ -121,23 +117,20 @@ impl Visitor<'_> for Whole {
             i64::try_from(number).map_err(|_| E::invalid_value(serde::de::Unexpected::Unsigned(number), &self))?;
         self.visit_i64(signed)
     }
-
-    /// To JSON, 7.0 is a whole number as 7 is (JSON Schema 2020-12, core, section 4.2.3).
-    fn visit_f64<E: Error>(self, number: f64) -> Result<i64, E> {
-        const EXACT: f64 = 9_007_199_254_740_992.0;
-        if !self.in_digits && number.fract() == 0.0 && number.abs() <= EXACT {
-            #[allow(clippy::cast_possible_truncation)]
-            return self.visit_i64(number as i64);
-        }
-        Err(E::invalid_type(serde::de::Unexpected::Float(number), &self))
-    }
 }
 
 /// What [`without_control`] says, for the description.
 pub(crate) const WITHOUT_CONTROL: &str = r"^[^\u0000-\u001f\u007f-\u009f]+$";
+/// What [`is_legible`] says, for the description.
+const LEGIBLE: &str = r"^[^\u0000-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u001f\u007f-\u009f]*$";
 
 pub(crate) fn without_control(text: &str) -> bool {
     !text.chars().any(char::is_control)
+}
+
+/// Blanks alone tell nobody anything.
+fn is_legible(text: &str) -> bool {
+    without_control(text) && !text.trim().is_empty()
 }
 
 fn is_code(text: &str) -> bool {
@@ -155,14 +148,15 @@ fn is_return_url(text: &str) -> bool {
 
 texts! {
     /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
-    Reason: 500, "text without control characters and without secrets", WITHOUT_CONTROL,
-        |text| without_control(text) && !holds_a_secret(text);
+    Reason: 500, "text other than blanks, without control characters and without secrets", LEGIBLE,
+        |text| is_legible(text) && !holds_a_secret(text);
     /// What people call it. What looks like a key, a token or a password is refused.
-    Label: 100, "text without control characters and without secrets", WITHOUT_CONTROL,
-        |text| without_control(text) && !holds_a_secret(text);
+    Label: 100, "text other than blanks, without control characters and without secrets", LEGIBLE,
+        |text| is_legible(text) && !holds_a_secret(text);
     /// A text that somebody reads as a whole.
-    Statement: 4000, "text without control characters other than line ends and without secrets",
-        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]+$", |text| !text.chars().any(|c| c.is_control() && c != '\n') && !holds_a_secret(text);
+    Statement: 4000, "text other than blanks, without control characters other than line ends and without secrets",
+        r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*$",
+        |text| !text.chars().any(|c| c.is_control() && c != '\n') && !text.trim().is_empty() && !holds_a_secret(text);
     /// The name of a SKU, unique in the catalog.
     SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
         r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();
@@ -247,6 +241,11 @@ pub(crate) struct Because {
     pub(crate) reason: Reason,
 }
 
+/// Reads a field that may be left out and may not be null.
+pub(crate) fn not_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    T::deserialize(deserializer).map(Some)
+}
+
 /// Reads a list of at most `MAX` items; one that is there twice counts once.
 pub(crate) fn set<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
@@ -324,6 +323,7 @@ mod tests {
         let refusals: Vec<String> = [
             r#"{"text":""}"#,
             r#"{"text":"a\u0007b"}"#,
+            r#"{"text":" \u00a0"}"#,
             r#"{"text":7}"#,
             &long,
             r#"{"name":"018f4e2a-7c1b-7000-8000-000000000001"}"#,

@@ -22,10 +22,11 @@ use given::{Given, present};
 pub(super) use take_back::*;
 
 use super::asking::{ByAdmin, replayed};
-use super::field::{ClaimId, PolicyKey, Reason};
+use super::field::{ClaimId, PolicyKey, Reason, not_null};
 use crate::answer::{bounds_of, not_admitted};
-use crate::body::{self, Query};
+use crate::body::{self, Path, Query};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
@@ -34,7 +35,10 @@ use crate::services::Services;
 #[serde(deny_unknown_fields)]
 pub(super) struct NewPolicyValue {
     key: PolicyKey,
-    /// For whom; left out or empty: for everybody.
+    /// For whom; left out or empty: for everybody. Null is refused, and so is a field that is null: who computes a scope and has none must
+    /// not write for everybody.
+    #[serde(default, deserialize_with = "not_null")]
+    #[schema(value_type = ScopeFields, required = false)]
     scope: Option<ScopeFields>,
     value: Given,
     /// From when on it holds, to the second; left out: at once. Up to a minute ago means at once too. A value that lies ahead can be
@@ -53,13 +57,17 @@ pub(super) struct NewPolicyValue {
 #[serde(deny_unknown_fields)]
 #[schema(as = PolicyScope)]
 pub(super) struct ScopeFields {
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = ClaimId, required = false)]
     user_id: Option<ClaimId>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = ClaimId, required = false)]
     project_id: Option<ClaimId>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = ClaimId, required = false)]
     org_id: Option<ClaimId>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = ClaimId, required = false)]
     plan: Option<ClaimId>,
 }
 
@@ -211,6 +219,7 @@ pub(super) async fn list(
         scope => Some(id_of(&scope)),
     };
     let filter = PolicyFilter {
+        id: None,
         key: key.map(|key| key.name().to_owned()),
         scope: one,
         scope_kind: scope.map(|kind| kind.name().to_owned()),
@@ -220,6 +229,23 @@ pub(super) async fn list(
     let found = services.reads.policy_values(&filter, services.world.now(), after, rows).await?;
     let place = |row: &PolicyRow| Position { created_at: row.written.written_at, id: row.written.id.0 };
     Ok(Json(page.answer(found.items, place, |row| view(row.scope, row.written))))
+}
+
+/// One value, while it is in force or lies ahead.
+#[utoipa::path(
+    get,
+    path = "/",
+    params(("id" = Uuid, Path, description = "The value's id")),
+    responses((status = 200, description = "The value.", body = ValueView)),
+)]
+pub(super) async fn get(
+    _: ByAdmin,
+    State(services): State<Services>,
+    Path(id): Path<Uuid>,
+) -> Result<Json<ValueView>, ApiError> {
+    let filter = PolicyFilter { id: Some(id), ..PolicyFilter::default() };
+    let found = services.reads.policy_values(&filter, services.world.now(), None, 1).await?.items.pop();
+    found.map(|row| Json(view(row.scope, row.written))).ok_or_else(|| ApiError::not_found("policy value"))
 }
 
 /// Sets a value for a scope, at once or from an instant on.
@@ -235,7 +261,7 @@ pub(super) async fn list(
 )]
 pub(super) async fn write(
     ByAdmin(asking): ByAdmin,
-    body::Json(new): body::Json<NewPolicyValue>,
+    Once(body::Json(new)): Once<body::Json<NewPolicyValue>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = known(&new.key)?;
     let scope = one_scope(new.scope.clone().unwrap_or_default(), "scope")?;
@@ -251,7 +277,7 @@ pub(super) async fn write(
     let id = id_of(&scope).0;
     let reason = new.reason.to_string();
     let command = NewValue { scope, key, value, effective_at: new.effective_at, reason, expected };
-    let answered = asking.ask::<ScopeValues>(id, Command::Write(Box::new(command)), &new).await?;
+    let answered = asking.ask::<ScopeValues>(id, Command::Write(Box::new(command))).await?;
     match &answered.reply {
         Reply::Written { scope, written } => {
             Ok((StatusCode::CREATED, replayed(&answered), Json(view(scope.clone(), Written::clone(written)))))

@@ -3,6 +3,7 @@
 //! The types of `wire` let unknown fields pass, since an agent must understand an answer of a newer control plane. The other way
 //! round nothing is passed over: whoever speaks a protocol that is served here sends no field that is unknown here.
 
+use crate::body::whole::from_json;
 use crate::body::{parse_json, read_body, require_json};
 use crate::error::{ApiError, Code};
 use axum::extract::{FromRequest, Request};
@@ -30,7 +31,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Serialize> FromRequest<S> for Spoken<
 }
 
 fn parse<T: DeserializeOwned + Serialize>(bytes: &[u8]) -> Result<T, ApiError> {
-    if let Ok(Speaks { protocol: Some(protocol) }) = serde_json::from_slice(bytes) {
+    if let Ok(Speaks { protocol: Some(protocol) }) = from_json(bytes) {
         check_protocol(protocol)?;
     }
     let value: T = parse_json(bytes)?;

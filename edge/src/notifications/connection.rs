@@ -3,6 +3,7 @@
 use super::message::{pong, ready};
 use super::{Figures, Listening};
 use crate::auth::Caller;
+use crate::body::whole::from_json;
 use crate::error::Code;
 use crate::places::Place;
 use crate::services::Services;
@@ -160,7 +161,7 @@ async fn hear(stream: &mut SplitStream<WebSocket>, answers: &mpsc::Sender<()>) -
             Ok(Message::Binary(_)) => return Some(MISUSED),
             Ok(_) if !controls.take() => return Some(MISUSED),
             Ok(Message::Ping(_) | Message::Pong(_)) => {}
-            Ok(Message::Text(said)) => match serde_json::from_str(&said) {
+            Ok(Message::Text(said)) => match from_json(said.as_bytes()) {
                 // Who asks faster than it listens is answered once.
                 Ok(FromUser::Ping {}) => drop(answers.try_send(())),
                 Err(_) => return Some(MISUSED),

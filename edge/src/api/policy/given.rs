@@ -7,6 +7,7 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::field::{WITHOUT_CONTROL, without_control};
+use crate::body::whole::in_digits;
 
 /// The longest text that is read as a value.
 const MAX_TEXT: usize = 255;
@@ -19,13 +20,14 @@ const MAX_NUMBER: i64 = 9_007_199_254_740_991;
 pub(in crate::api) struct Given(serde_json::Value);
 
 impl Given {
-    /// `None` for what no key takes: 1.0 and 1e3 too, which are no whole numbers as they are written.
+    /// `None` for what no key takes.
     pub(super) fn read(&self) -> Option<Value> {
         let fits = |text: &str| text.chars().count() <= MAX_TEXT && without_control(text);
         match &self.0 {
             serde_json::Value::Bool(value) => Some(Value::Bool(*value)),
             serde_json::Value::Number(number) => {
-                number.as_i64().filter(|number| (-MAX_NUMBER..=MAX_NUMBER).contains(number)).map(Value::Int)
+                let whole = number.as_i64().or_else(|| in_digits(&number.to_string())?.parse().ok());
+                whole.filter(|number| (-MAX_NUMBER..=MAX_NUMBER).contains(number)).map(Value::Int)
             }
             serde_json::Value::String(text) if fits(text) => Some(Value::Text(text.clone())),
             serde_json::Value::String(_)

@@ -337,3 +337,35 @@ async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
         "nothing was written"
     );
 }
+
+#[tokio::test]
+async fn scope_that_is_null_or_empty_is_refused_and_writes_for_nobody() {
+    let world = World::new().await;
+    let write = |scope: Value| {
+        let body = json!({"key": "billing.window_seconds", "value": 30, "reason": "x", "scope": scope});
+        world.post("/api/v1/admin/policy-values").admin().json(&body).send()
+    };
+    for (scope, field) in [
+        (json!({"user_id": null}), "scope.user_id"),
+        (json!({"plan": null, "org_id": "acme"}), "scope.plan"),
+        (json!({"project_id": ""}), "scope.project_id"),
+        (Value::Null, "scope"),
+    ] {
+        assert_eq!(write(scope).await.refused(400, "invalid_request")["field"], field);
+    }
+    let none = world.get("/api/v1/admin/policy-values").admin().send().await;
+    assert_eq!(none.is(200)["items"], json!([]));
+    write(json!({})).await.is(201);
+}
+
+#[tokio::test]
+async fn one_value_is_read_by_its_id_while_it_holds() {
+    let world = World::new().await;
+    let body = json!({"key": "billing.window_seconds", "value": 30, "reason": "x"});
+    let written = world.post("/api/v1/admin/policy-values").admin().json(&body).send().await;
+    let path = format!("/api/v1/admin/policy-values/{}", written.is(201)["id"].as_str().unwrap());
+    assert_eq!(world.get(&path).admin().send().await.is(200), &written.body);
+    let back = "/api/v1/admin/policy-values?key=billing.window_seconds&reason=x";
+    world.call(Method::DELETE, back).admin().send().await.is(204);
+    world.get(&path).admin().send().await.refused(404, "not_found");
+}

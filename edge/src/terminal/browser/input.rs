@@ -3,6 +3,7 @@
 use super::Parted;
 use super::progress::Progress;
 use super::said::FromUser;
+use crate::body::whole::from_json;
 use crate::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
 use axum::extract::ws::Message;
 use futures::{Stream, StreamExt as _};
@@ -79,7 +80,7 @@ impl Input<'_> {
     }
 
     async fn control(&mut self, said: &str) -> Result<(), Parted> {
-        let understood = serde_json::from_str::<FromUser>(said);
+        let understood = from_json::<FromUser>(said.as_bytes());
         if let Ok(FromUser::Ack { position }) = understood {
             return match self.progress.acknowledge(position) {
                 // Such come with the output, and are no more than that.
