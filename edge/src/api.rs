@@ -6,12 +6,14 @@ mod asking;
 mod audit;
 mod billing;
 mod browser_page;
+mod capacity;
 mod document;
 mod field;
 mod health;
 mod identity_keys;
 mod internal;
 mod key_set;
+mod me;
 mod node;
 mod notification;
 mod overview;
@@ -66,6 +68,7 @@ pub fn router(services: Services) -> Router {
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
         .layer(Extension(access_token::Failures::default()))
+        .layer(Extension(capacity::LastCount::default()))
         .with_state(services);
     finished(router, outermost)
 }
@@ -123,7 +126,10 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get       "/api/v1/docs/reader.js"                           => document::reader;
         Internal Get     "/api/v1/internal/stats"                           => internal::stats;
 
+        User   Get       "/api/v1/me"                                       => me::get;
+
         User   Get       "/api/v1/skus"                                     => sku::offered;
+        User   Get       "/api/v1/capacity"                                 => capacity::free;
         Admin  Get       "/api/v1/admin/skus"                               => sku::list;
         Admin  PostOnce  "/api/v1/admin/skus"                               => sku::create, StateConflict;
         Admin  Get       "/api/v1/admin/skus/{id}"                          => sku::get, NotFound;
@@ -210,9 +216,11 @@ fn routes() -> (Router<Services>, OpenApi) {
 
         User   Get       "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce  "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;
+        User   Get       "/api/v1/ssh-keys/{id}"                            => ssh_key::get, NotFound;
         User   Delete    "/api/v1/ssh-keys/{id}"                            => ssh_key::delete, NotFound;
         User   PostOnce  "/api/v1/ssh-keys/{id}/default"                    => ssh_key::make_default, NotFound;
         Admin  Get       "/api/v1/admin/users/{user_id}/ssh-keys"           => ssh_key::list_of_user, NotFound;
+        Admin  Get       "/api/v1/admin/users/{user_id}/ssh-keys/{id}"      => ssh_key::get_of_user, NotFound;
         Admin  Delete    "/api/v1/admin/users/{user_id}/ssh-keys/{id}"      => ssh_key::delete_of_user, NotFound;
         Admin  PostOnce  "/api/v1/admin/users/{user_id}/ssh-keys/{id}/default" => ssh_key::make_default_of_user, NotFound;
 
@@ -228,6 +236,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get       "/api/v1/admin/platform-roles/bindings"            => platform_role::list;
         Admin  PostOnce  "/api/v1/admin/platform-roles/bindings"            => platform_role::bind;
         Admin  Delete    "/api/v1/admin/platform-roles/bindings"            => platform_role::revoke, NotFound;
+        Admin  Get       "/api/v1/admin/platform-roles/bindings/{id}"       => platform_role::get, NotFound;
 
         Admin  Get       "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
 
@@ -236,6 +245,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
         Admin  Delete    "/api/v1/admin/policy-values"                      => policy::take_back, NotFound, PolicyOutOfBounds, StateConflict;
         Admin  Get       "/api/v1/admin/policy-values/resolve"              => policy::resolve;
+        Admin  Get       "/api/v1/admin/policy-values/{id}"                 => policy::get, NotFound;
 
         Admin  Get       "/api/v1/admin/keys"                               => key_set::list;
         Admin  PostOnce  "/api/v1/admin/keys/stage"                         => key_set::stage, StateConflict;

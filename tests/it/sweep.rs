@@ -146,6 +146,9 @@ async fn things(world: &mut World) -> Vec<Thing> {
             ("{worker}", "rest".to_owned()),
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        // Neither a binding nor a value has this id.
+        one("/api/v1/admin/platform-roles/bindings/{id}", Uuid::nil()),
+        one("/api/v1/admin/policy-values/{id}", Uuid::nil()),
         one("/api/v1/admin/terminal-sessions/{id}", terminal.session),
         // Without a payment processor nobody has said anything.
         one("/api/v1/admin/billing/processor-events/{id}", Uuid::nil()),

@@ -19,6 +19,7 @@ mod life;
 mod logins;
 mod onboarding;
 mod recovery;
+pub mod reports;
 mod tasks;
 mod tenancy;
 mod terminals;
@@ -604,7 +605,9 @@ impl Node {
                 self.heartbeat(&serial, *seen, *inventory, *health, ctx)
             }
             Command::Report { serial, task_id, attempt, verdict, output } => {
-                self.report(&serial, (task_id, attempt), verdict, output, ctx)
+                let mut step = self.report(&serial, (task_id, attempt), verdict, output, ctx)?;
+                step.why = reports::why(task_id, &step.why);
+                Ok(step)
             }
             Command::Identify { serial } => {
                 self.known(&serial, ctx)?;

@@ -26,6 +26,7 @@ use super::ssh_key::NoFilter;
 use super::stored::{self, Stored, find};
 use crate::body::{self, Path};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 
@@ -102,10 +103,20 @@ pub(super) enum SkuStatus {
     Inactive,
 }
 
-/// A kind of machine in the catalog.
+/// A kind of machine in the catalog, with who decided on its status.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Sku)]
 pub(super) struct SkuView {
+    #[serde(flatten)]
+    entry: OfferedView,
+    /// The two that led to its status, and the one that waits for a second.
+    approvals: Vec<ApprovalView>,
+}
+
+/// A kind of machine that can be rented.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = OfferedSku)]
+pub(super) struct OfferedView {
     id: Uuid,
     name: String,
     status: SkuStatus,
@@ -117,8 +128,6 @@ pub(super) struct SkuView {
     allowed_regions: Vec<String>,
     /// What a new allocation pays; null only where it has none.
     price: Option<PriceView>,
-    /// The two that led to its status, and the one that waits for a second.
-    approvals: Vec<ApprovalView>,
     created_at: DateTime<Utc>,
 }
 
@@ -147,22 +156,22 @@ pub(super) struct PriceView {
     amount_minor_per_gpu_hour: i64,
 }
 
-/// What can be rented: the active SKUs, oldest first.
+/// What can be rented: the active SKUs, oldest first. GET /api/v1/capacity says how many GPUs of each are free.
 #[utoipa::path(
     get,
     path = "/",
     params(PageQuery),
-    responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
+    responses((status = 200, description = "A page of SKUs.", body = Items<OfferedView>)),
 )]
 pub(super) async fn offered(
     _: ByUser,
     State(services): State<Services>,
     listing: Listing<NoFilter>,
-) -> Result<Json<Items<SkuView>>, ApiError> {
+) -> Result<Json<Items<OfferedView>>, ApiError> {
     let page = listing.page("skus", "", Order::OldestFirst)?;
     let filter = ListFilter { state: Some(Status::Active.name().to_owned()), ..ListFilter::default() };
     let rows = stored::list::<Sku>(&services, &filter, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+    Ok(Json(stored::answer(&page, rows, |stored| entry(&stored.it))))
 }
 
 /// The whole catalog, oldest first.
@@ -194,10 +203,10 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     ByAdmin(asking): ByAdmin,
-    body::Json(new): body::Json<NewSku>,
+    Once(body::Json(new)): Once<body::Json<NewSku>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)? };
-    let answered = asking.ask::<Sku>(asking.id_of_new(), command, &new).await?;
+    let answered = asking.ask::<Sku>(asking.id_of_new(), command).await?;
     Ok((StatusCode::CREATED, replayed(&answered), Json(view(&answered.reply))))
 }
 
@@ -238,7 +247,7 @@ pub(super) async fn revise(
         price: change.price.as_ref().map(price).transpose()?,
         allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
     };
-    Ok(Json(view(&asking.ask::<Sku>(id, command, &change).await?.reply)))
+    Ok(Json(view(&asking.ask::<Sku>(id, command).await?.reply)))
 }
 
 /// The SKU that a request refers to by name or id, which must be active.
@@ -329,8 +338,12 @@ impl From<&Price> for PriceView {
 }
 
 fn view(sku: &Sku) -> SkuView {
+    SkuView { entry: entry(sku), approvals: approvals(sku) }
+}
+
+fn entry(sku: &Sku) -> OfferedView {
     let spec = sku.spec.clone();
-    SkuView {
+    OfferedView {
         id: sku.id.0,
         name: spec.name,
         status: sku.status.into(),
@@ -346,7 +359,6 @@ fn view(sku: &Sku) -> SkuView {
         interconnect: spec.interconnect,
         allowed_regions: spec.allowed_regions,
         price: sku.price().map(PriceView::from),
-        approvals: approvals(sku),
         created_at: sku.created_at,
     }
 }

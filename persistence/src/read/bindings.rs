@@ -5,6 +5,7 @@ use super::{Page, Reads, one_more};
 use crate::error::{Doing, StoreError};
 use domain::authz::PlatformRole;
 use domain::bindings::Binding;
+use domain::id::BindingId;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -20,6 +21,7 @@ pub struct BindingRow {
 /// Which of them. What is `None` admits all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BindingFilter {
+    pub id: Option<BindingId>,
     pub subject: Option<String>,
     pub role: Option<PlatformRole>,
 }
@@ -46,6 +48,9 @@ impl Reads {
              ) AS bound WHERE role = ANY (",
         );
         query.push_bind(roles).push(")");
+        if let Some(BindingId(id)) = filter.id {
+            query.push(" AND id = ").push_bind(id);
+        }
         if let Some(subject) = &filter.subject {
             query.push(" AND owner = ").push_bind(subject);
         }

@@ -274,6 +274,31 @@ impl Reads {
         Ok(Page::of(rows.doing("reading a history")?, limit, |row| row.version))
     }
 
+    /// The transitions of an entity by one command, newest first; `before` is the version after which the page begins.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn history_of_command(
+        &self,
+        entity: Uuid,
+        command: &str,
+        before: Option<i64>,
+        limit: u32,
+    ) -> Result<Page<HistoryRow, i64>, StoreError> {
+        let query = sqlx::query(
+            "SELECT entity, version, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
+                    correlation_id, at
+             FROM history WHERE entity = $1 AND command = $2 AND version < $3 ORDER BY version DESC LIMIT $4",
+        )
+        .bind(entity)
+        .bind(command)
+        .bind(before.unwrap_or(i64::MAX))
+        .bind(one_more(limit));
+        let rows = query.fetch_all(&self.pool).await;
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(history_row).collect());
+        Ok(Page::of(rows.doing("reading a history by command")?, limit, |row| row.version))
+    }
+
     /// A command that was carried out within the last day.
     ///
     /// # Errors

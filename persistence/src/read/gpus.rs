@@ -19,6 +19,10 @@ pub struct GpuCount {
     pub held: u64,
     /// What new allocations could get together.
     pub free: u64,
+    /// What one of them could get: the most free GPUs of one node.
+    pub largest_free: u64,
+    /// New allocations may be of this SKU: it is active or deprecated.
+    pub is_rentable: bool,
 }
 
 impl Reads {
@@ -31,12 +35,17 @@ impl Reads {
     /// [`StoreError`]
     pub async fn gpus(&self) -> Result<Vec<GpuCount>, StoreError> {
         let rows = sqlx::query(
-            "SELECT sku, min(body #>> '{registration,sku,name}') AS name, body #>> '{registration,region_code}' AS region,
+            "SELECT counted.*, coalesce(sku.state IN ('active', 'deprecated'), false) AS is_rentable
+             FROM (
+             SELECT sku, min(body #>> '{registration,sku,name}') AS name, body #>> '{registration,region_code}' AS region,
                     count(*) AS nodes, sum((body #>> '{registration,gpus_total}')::bigint)::bigint AS total,
                     sum(tenants.held)::bigint AS held,
                     coalesce(sum(greatest(inventory.gpus - tenants.held, 0)) FILTER (
                         WHERE state = 'active' AND tenants.unproven = 0 AND (tenants.count = 0 OR inventory.isolates)
-                    ), 0)::bigint AS free
+                    ), 0)::bigint AS free,
+                    coalesce(max(greatest(inventory.gpus - tenants.held, 0)) FILTER (
+                        WHERE state = 'active' AND tenants.unproven = 0 AND (tenants.count = 0 OR inventory.isolates)
+                    ), 0)::bigint AS largest_free
              FROM entity
              CROSS JOIN LATERAL (
                  SELECT count(*) AS count,
@@ -51,7 +60,10 @@ impl Reads {
                         coalesce((body #>> '{inventory,isolates_devices}')::boolean, false) AS isolates
              ) AS inventory
              WHERE kind = 'node' AND state NOT IN ('removing', 'removed')
-             GROUP BY sku, body #>> '{registration,region_code}' ORDER BY name, region",
+             GROUP BY sku, body #>> '{registration,region_code}'
+             ) AS counted
+             LEFT JOIN entity AS sku ON sku.id = counted.sku AND sku.kind = 'sku'
+             ORDER BY name, region",
         )
         .fetch_all(&self.pool)
         .await;
@@ -69,5 +81,7 @@ fn gpu_count(row: &PgRow) -> Result<GpuCount, sqlx::Error> {
         total: number("total")?,
         held: number("held")?,
         free: number("free")?,
+        largest_free: number("largest_free")?,
+        is_rentable: row.try_get("is_rentable")?,
     })
 }

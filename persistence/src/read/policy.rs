@@ -8,10 +8,13 @@ use domain::policy::{PolicyBook, Scope, ScopeValues, Written};
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
+use uuid::Uuid;
 
 /// Which values. What is `None` admits all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyFilter {
+    /// Of one value.
+    pub id: Option<Uuid>,
     pub key: Option<String>,
     /// Of one scope.
     pub scope: Option<PolicyId>,
@@ -88,6 +91,9 @@ impl Reads {
     ) -> Result<Page<PolicyRow, Cursor>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(VALUES[0]);
         query.push_bind(now).push(VALUES[1]);
+        if let Some(id) = filter.id {
+            query.push(" AND id = ").push_bind(id);
+        }
         if let Some(key) = &filter.key {
             query.push(" AND key = ").push_bind(key);
         }

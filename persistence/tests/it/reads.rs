@@ -403,9 +403,9 @@ async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
     let (ann, bob) = (|| "ann".to_owned(), || "bob".to_owned());
     let everything = [(ann(), owner, 2), (bob(), auditor, 3), (ann(), auditor, 1)];
     assert_eq!(listed(BindingFilter::default()).await, everything);
-    let of_ann = BindingFilter { subject: Some(ann()), role: None };
+    let of_ann = BindingFilter { subject: Some(ann()), ..BindingFilter::default() };
     assert_eq!(listed(of_ann).await, [(ann(), owner, 2), (ann(), auditor, 1)]);
-    let auditors = BindingFilter { subject: None, role: Some(auditor) };
+    let auditors = BindingFilter { role: Some(auditor), ..BindingFilter::default() };
     assert_eq!(listed(auditors).await, [(bob(), auditor, 3), (ann(), auditor, 1)]);
 }
 

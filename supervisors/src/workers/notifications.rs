@@ -183,7 +183,7 @@ impl Notifier {
 
     /// As the bindings are at this moment: who was revoked hears nothing more.
     async fn operators(&self) -> anyhow::Result<Vec<String>> {
-        let filter = BindingFilter { subject: None, role: Some(PlatformRole::PlatformOperations) };
+        let filter = BindingFilter { role: Some(PlatformRole::PlatformOperations), ..BindingFilter::default() };
         let (mut operators, mut after) = (Vec::new(), None);
         loop {
             let page = self.reads.bindings(&filter, after, PAGE).await?;

@@ -17,6 +17,8 @@ use crate::error::Code;
 
 /// What each file of routes is about, in the order in which it is read.
 const TAGS: &[(&str, &str)] = &[
+    ("me", "The caller, as this service knows them."),
+    ("capacity", "How many GPUs are free, by SKU and region."),
     ("allocation", "GPUs rented, watched and given back."),
     ("terminal", "Shells on what is rented: the tokens that open them, and who is in them."),
     ("recording", "What terminals showed, to play it back."),

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::node::{Command, Hold, HoldPhase, Node, NodeTask, Reply, TaskPhase, Verdict, Work};
+use domain::node::{Command, Hold, HoldPhase, Node, NodeTask, Reply, TaskPhase, Verdict, Work, reports};
 use domain::{AllocationId, TaskId, TaskType, Timestamp};
 use persistence::read::HistoryRow;
 use serde::{Deserialize, Serialize};
@@ -17,15 +17,13 @@ use uuid::Uuid;
 use super::unexpected;
 use crate::api::asking::{ByAdmin, replayed};
 use crate::api::field::{Because, Reason};
+use crate::api::ssh_key::NoFilter;
 use crate::api::stored::find;
 use crate::body::{self, Path};
 use crate::error::ApiError;
+use crate::idempotency::keyed::Once;
+use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
-
-/// How many reports are shown.
-const SHOWN: usize = 50;
-/// How many of the node's latest transitions are searched for them.
-const SEARCHED: u32 = 1000;
 
 /// What the node's agent is to do, and what it said of what it has done.
 #[derive(Debug, Serialize, ToSchema)]
@@ -34,8 +32,10 @@ pub(in crate::api) struct NodeTasks {
     open: Vec<TaskView>,
     /// What came of the tasks of the node itself that ended last, oldest first.
     ended: Vec<EndedView>,
-    /// What the agent reported, newest first: at most 50 reports out of the node's latest 1000 transitions.
+    /// A page of what the agent reported, newest first. `open` and `ended` are the same on every page: a node has few of them.
     reports: Vec<ReportView>,
+    /// The `page_token` of the next page of reports; null on the last.
+    next_page: Option<String>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -132,6 +132,8 @@ impl From<OrderedType> for TaskType {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeReport)]
 pub(in crate::api) struct ReportView {
+    /// Null of a report that an earlier release recorded.
+    task_id: Option<Uuid>,
     at: DateTime<Utc>,
     /// What came of it, in words.
     outcome: String,
@@ -140,18 +142,20 @@ pub(in crate::api) struct ReportView {
     correlation_id: String,
 }
 
-/// The node's tasks.
+/// The node's tasks, and its agent's reports page by page.
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
+    params(("id" = Uuid, Path, description = "The node's id"), PageQuery),
     responses((status = 200, description = "Its tasks.", body = NodeTasks)),
 )]
 pub(in crate::api) async fn tasks(
     _: ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
+    listing: Listing<NoFilter>,
 ) -> Result<Json<NodeTasks>, ApiError> {
+    let page = listing.page("admin/nodes/tasks", &id.to_string(), Order::NewestFirst)?;
     let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let now = services.world.now();
     let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
@@ -159,9 +163,14 @@ pub(in crate::api) async fn tasks(
     let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(&node, task, now))).collect();
     let ended = node.tasks.values().filter_map(EndedView::of).collect();
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
-    let history = services.reads.history(id, None, SEARCHED).await?.items;
-    let reports = history.into_iter().filter(|row| row.command == "report").take(SHOWN).map(ReportView::from);
-    Ok(Json(NodeTasks { open, ended, reports: reports.collect() }))
+    let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
+    let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
+    let history = services.reads.history_of_command(id, "report", before, rows).await?.items;
+    // A transition's version stands where other lists have an id.
+    let place =
+        |row: &HistoryRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.version.unsigned_abs())) };
+    let Items { items: reports, next_page } = page.answer(history, place, ReportView::from);
+    Ok(Json(NodeTasks { open, ended, reports, next_page }))
 }
 
 /// Orders a task of the node itself.
@@ -178,10 +187,10 @@ pub(in crate::api) async fn order_task(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(new): body::Json<NewTask>,
+    Once(body::Json(new)): Once<body::Json<NewTask>>,
 ) -> Result<Response, ApiError> {
     let command = Command::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
-    let answered = asking.ask::<Node>(id, command, &new).await?;
+    let answered = asking.ask::<Node>(id, command).await?;
     shown(&services, StatusCode::CREATED, &answered)
 }
 
@@ -202,10 +211,10 @@ pub(in crate::api) async fn resume_task(
     ByAdmin(asking): ByAdmin,
     State(services): State<Services>,
     Path((id, task_id)): Path<(Uuid, Uuid)>,
-    body::Json(why): body::Json<Because>,
+    Once(body::Json(why)): Once<body::Json<Because>>,
 ) -> Result<Response, ApiError> {
     let command = Command::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
-    let answered = asking.urgently().ask::<Node>(id, command, &why).await?;
+    let answered = asking.urgently().ask::<Node>(id, command).await?;
     shown(&services, StatusCode::OK, &answered)
 }
 
@@ -290,6 +299,13 @@ impl EndedView {
 
 impl From<HistoryRow> for ReportView {
     fn from(row: HistoryRow) -> Self {
-        Self { at: row.at, outcome: row.why, generation: row.version, correlation_id: row.correlation_id }
+        let (task_id, outcome) = reports::read(&row.why);
+        Self {
+            task_id: task_id.map(|id| id.0),
+            at: row.at,
+            outcome: outcome.to_owned(),
+            generation: row.version,
+            correlation_id: row.correlation_id,
+        }
     }
 }

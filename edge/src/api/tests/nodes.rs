@@ -271,3 +271,38 @@ async fn a_probe_is_denied_by_address_and_its_result_is_kept() {
     assert_eq!(probed.is(201)["probe"]["result"], "unreachable");
     assert!(probed.body["probe"]["error"].is_string());
 }
+
+#[tokio::test]
+async fn reports_of_a_node_are_read_page_by_page_with_their_tasks() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    let path = format!("/api/v1/admin/nodes/{node}/tasks");
+    let mut tasks = Vec::new();
+    for _ in 0..3 {
+        let order = json!({"type": "diagnostics.collect", "reason": "x"});
+        let ordered = world.post(&path).admin().json(&order).send().await.is(201).clone();
+        let report = domain::node::Command::Report {
+            serial: "01".into(),
+            task_id: domain::TaskId(ordered["task_id"].as_str().unwrap().parse().unwrap()),
+            attempt: u32::try_from(ordered["attempt"].as_u64().unwrap()).unwrap(),
+            verdict: domain::node::Verdict::Succeeded { proof: None },
+            output: None,
+        };
+        world.ask::<domain::node::Node>(&domain::Principal::Node(node), node.0, report).await.unwrap();
+        tasks.insert(0, ordered["task_id"].clone());
+    }
+    let read = async |query: &str| world.get(&format!("{path}{query}")).admin().send().await.is(200).clone();
+    let ids =
+        |page: &Value| page["reports"].as_array().unwrap().iter().map(|it| it["task_id"].clone()).collect::<Vec<_>>();
+    let first = read("?limit=2").await;
+    assert_eq!(
+        (ids(&first), &first["reports"][0]["outcome"]),
+        (tasks[..2].to_vec(), &json!("the agent did diagnostics.collect"))
+    );
+    let token = first["next_page"].as_str().unwrap();
+    let last = read(&format!("?limit=2&page_token={token}")).await;
+    assert_eq!((ids(&last), &last["next_page"]), (tasks[2..].to_vec(), &Value::Null));
+    assert_eq!(last["ended"], first["ended"]);
+    assert_eq!(read("").await["next_page"], Value::Null);
+}

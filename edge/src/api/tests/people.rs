@@ -103,3 +103,36 @@ async fn other_peoples_allocations_do_not_exist_for_a_user() {
     assert_eq!(owners("/api/v1/allocations?state=provisioning&sku=h100x4", "root").await, ["ann", "bob"]);
     assert_eq!(owners("/api/v1/allocations?state=active", "root").await, [""; 0]);
 }
+
+#[tokio::test]
+async fn a_caller_reads_who_they_are_to_the_service() {
+    let world = World::new().await;
+    world.bind("ann", "auditor").await;
+    let me = world.get("/api/v1/me").user("ann").send().await.is(200).clone();
+    assert_eq!((&me["user_id"], &me["auth_kind"], &me["org_id"]), (&json!("ann"), &json!("user"), &json!("acme")));
+    assert_eq!((&me["roles"], &me["platform_roles"]), (&json!(["user"]), &json!(["auditor"])));
+    assert_eq!(me["service_account_id"], Value::Null);
+    assert_eq!(world.get("/api/v1/me").admin().send().await.is(200)["user_id"], "root");
+    world.get("/api/v1/me").send().await.refused(401, "unauthenticated");
+}
+
+#[tokio::test]
+async fn free_gpus_are_counted_by_sku_and_region_without_naming_nodes() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let nodes = [world.active_node("h100x4", 4).await, world.active_node("h100x4", 4).await];
+    world.node("h100x4", 4).await;
+    let capacity = world.get("/api/v1/capacity").user("ann").send().await;
+    let items = capacity.is(200)["items"].as_array().unwrap().clone();
+    assert_eq!(items.len(), 1, "{items:?}");
+    assert_eq!(
+        (&items[0]["sku"], &items[0]["gpus_free"], &items[0]["largest_free"]),
+        (&json!("h100x4"), &json!(8), &json!(4))
+    );
+    for node in nodes {
+        assert!(!capacity.body.to_string().contains(&node.to_string()));
+    }
+    // Within five seconds there is one count, whoever asks.
+    let again = world.get("/api/v1/capacity").user("bob").send().await;
+    assert_eq!(again.is(200)["at"], capacity.body["at"]);
+}

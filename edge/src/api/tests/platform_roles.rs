@@ -179,3 +179,14 @@ async fn what_is_asked_about_platform_roles_is_counted() {
     // Nor is anybody let in by a role that cannot be looked up.
     world.get(SKUS).user("ann").send().await.refused(503, "service_unavailable");
 }
+
+#[tokio::test]
+async fn one_binding_is_read_by_its_id_while_it_is_bound() {
+    let world = World::new().await;
+    let bound = world.bind("ann", "auditor").await;
+    let path = format!("/api/v1/admin/platform-roles/bindings/{}", bound.body["id"].as_str().unwrap());
+    assert_eq!(world.get(&path).admin().send().await.is(200), &bound.body);
+    let revoke = "/api/v1/admin/platform-roles/bindings?subject=ann&role=auditor";
+    world.call(Method::DELETE, revoke).admin().send().await.is(204);
+    world.get(&path).admin().send().await.refused(404, "not_found");
+}

@@ -300,3 +300,14 @@ async fn a_sku_in_use_is_deactivated_with_an_impact_review_and_a_rollback_plan()
     let said = &audited.items[0].metadata["approval"];
     assert_eq!((&said["rollback_plan"], &said["in_use"]["nodes"]), (&json!("activate it again"), &json!(1)));
 }
+
+#[tokio::test]
+async fn users_see_the_catalog_without_who_decided_on_it() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let offered = world.get("/api/v1/skus").user("ann").send().await.is(200)["items"][0].clone();
+    assert_eq!((&offered["name"], &offered["status"]), (&json!("h100x4"), &json!("active")));
+    assert!(offered.get("approvals").is_none(), "{offered}");
+    let all = world.get("/api/v1/admin/skus").admin().send().await;
+    assert_eq!(all.is(200)["items"][0]["approvals"].as_array().unwrap().len(), 2);
+}

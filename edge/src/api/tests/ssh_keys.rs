@@ -190,3 +190,15 @@ async fn the_keys_of_one_allocation_are_chosen_by_its_user_or_an_administrator_f
     world.post(&format!("/api/v1/allocations/{id}/release")).user("ann").send().await.is(202);
     choose(json!([first])).user("ann").send().await.refused(409, "state_conflict");
 }
+
+#[tokio::test]
+async fn one_key_is_read_by_its_user_and_by_administrators_alone() {
+    let world = World::new().await;
+    let key = json!({"name": "laptop", "public_key": ANNS_KEY});
+    let key = world.post("/api/v1/ssh-keys").user("ann").json(&key).send().await.is(201).clone();
+    let id = key["id"].as_str().unwrap();
+    let path = format!("/api/v1/ssh-keys/{id}");
+    assert_eq!(world.get(&path).user("ann").send().await.is(200), &key);
+    world.get(&path).user("bob").send().await.refused(404, "not_found");
+    assert_eq!(world.get(&format!("/api/v1/admin/users/ann/ssh-keys/{id}")).admin().send().await.is(200), &key);
+}

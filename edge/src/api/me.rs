@@ -1,0 +1,63 @@
+//! The caller, as this service knows them.
+
+use axum::Json;
+use axum::extract::State;
+use chrono::{DateTime, Utc};
+use domain::authz::Role;
+use serde::Serialize;
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+use super::asking::{ByUser, granted};
+use super::platform_role::PlatformRoleName;
+use super::service_account::RoleName;
+use crate::error::ApiError;
+use crate::services::Services;
+
+/// Who the access token names, and what they may do here.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Me)]
+pub(super) struct MeView {
+    /// The token's `sub`; of a service account, its owner's.
+    user_id: String,
+    auth_kind: AuthKind,
+    /// The service account that acts for the user; null where the user acts themselves.
+    service_account_id: Option<Uuid>,
+    roles: Vec<RoleName>,
+    /// Bound here, by `POST /api/v1/admin/platform-roles/bindings`. A service account has none.
+    platform_roles: Vec<PlatformRoleName>,
+    org_id: Option<String>,
+    project_id: Option<String>,
+    plan: Option<String>,
+    token_expires_at: DateTime<Utc>,
+}
+
+/// Whose token it is.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum AuthKind {
+    /// The identity provider's, of a person.
+    User,
+    ServiceAccount,
+}
+
+/// Who you are to this service: roles, organisation, project and plan, as your access token and the bindings here say.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The caller.", body = MeView)))]
+pub(super) async fn get(ByUser(asking): ByUser, State(services): State<Services>) -> Result<Json<MeView>, ApiError> {
+    let caller = &asking.caller;
+    let bound = match caller.service_account {
+        Some(_) => None,
+        None => granted(&services, &caller.user_id).await?,
+    };
+    Ok(Json(MeView {
+        user_id: caller.user_id.clone(),
+        auth_kind: if caller.service_account.is_some() { AuthKind::ServiceAccount } else { AuthKind::User },
+        service_account_id: caller.service_account.map(|account| account.0),
+        roles: caller.roles.iter().copied().map(|role: Role| role.into()).collect(),
+        platform_roles: bound.into_iter().flat_map(|grant| grant.roles).map(PlatformRoleName::from).collect(),
+        org_id: caller.org_id.clone(),
+        project_id: caller.project_id.clone(),
+        plan: caller.plan.clone(),
+        token_expires_at: asking.token_expires_at,
+    }))
+}
