@@ -84,10 +84,6 @@ fn shown(number: i64, finer: usize, currency: &str) -> String {
     if rest.is_empty() { format!("{sign}{whole} {currency}") } else { format!("{sign}{whole}.{rest} {currency}") }
 }
 
-pub(crate) fn of_micro(micro: i64, currency: &str) -> String {
-    shown(micro, MICRO_DIGITS, currency)
-}
-
 /// The answer with every amount as text, under its name without the unit: `balance_micro` is `balance`, `burn_minor_per_hour` is
 /// `burn_per_hour`. Where both units are there, the finer one is shown. An amount without a currency stays as it is.
 pub(crate) fn with_amounts(answer: &Value) -> Value {
@@ -199,7 +195,7 @@ mod tests {
         );
         let unknown = json!({ "balance_minor": 5 });
         assert_eq!(with_amounts(&unknown), unknown, "an amount of no currency keeps its number");
-        assert_eq!(of_micro(i64::MIN, "USD"), "-92233720368.54775808 USD");
+        assert_eq!(shown(i64::MIN, MICRO_DIGITS, "USD"), "-92233720368.54775808 USD");
     }
 
     proptest! {
