@@ -167,12 +167,14 @@ impl Dev {
         if !is_resumed {
             // An earlier start may have left tenants on this machine, and their agents' state says who they are.
             agents::clean_up(&agent, &run.join("agents"))?;
-            let parts = ["pki", "postgres/cluster", "nats", "localstripe"].map(|part| folder.join(part));
-            for left in parts.iter().chain([&run]).chain(place.as_ref().map(|place| &place.folder)) {
-                files::remove_folder(left)?;
-            }
+            // First, so that nothing goes on with what is half removed.
             for file in ["kept.json", "key-ring"] {
                 files::remove_file(&folder.join(file))?;
+            }
+            Postgres::remove_data(&folder.join("postgres"))?;
+            let parts = ["pki", "nats", "localstripe"].map(|part| folder.join(part));
+            for left in parts.iter().chain([&run]).chain(place.as_ref().map(|place| &place.folder)) {
+                files::remove_folder(left)?;
             }
         }
         for new in [&run, &logs] {

@@ -58,6 +58,16 @@ impl Postgres {
         Self::open(folder, authority, Vec::new(), kept).await
     }
 
+    /// Removes the data that a server of an earlier start has left, wherever it lies.
+    pub fn remove_data(folder: &Path) -> anyhow::Result<()> {
+        let pointer = folder.join("elsewhere");
+        if let Some(left) = Home::elsewhere(&pointer) {
+            files::remove_folder(&left)?;
+        }
+        files::remove_file(&pointer)?;
+        files::remove_folder(&folder.join("cluster"))
+    }
+
     /// The same, with further variables in the server's environment.
     pub async fn start_in(
         folder: &Path,
