@@ -4,9 +4,10 @@
 //! answer; whoever has the session's stream answers; no answer, no stream. A stream that comes is announced there, so that who looks for
 //! it looks again. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on a subject of the
 //! link's own, and now and then that they are there. Whoever says hello goes on with that, and only then is joined: who repeats a hello
-//! that was overheard cannot.
+//! that was overheard cannot. The session, both replicas and the link are part of every seal: a hello or a message that is redirected to
+//! another session does not open there.
 
-use super::seal::{Opening, Sealing, Shared};
+use super::seal::{Opening, Scope, Sealing, Shared};
 use super::{End, Link, Parts, QUEUE, Terminals};
 use domain::TerminalSessionId;
 use futures::future::BoxFuture;
@@ -17,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use uuid::Uuid;
 use wire::terminal::{Down, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
@@ -44,8 +45,8 @@ pub trait Bus: Send + Sync + 'static {
 /// Where replicas hear of each other's streams. One subscription a process: one a session would cost each of them a queue.
 const STREAMS: &str = "gpuaas.terminal.streams";
 
-/// A hello, sealed behind the names of the session, of who says it, and of the link. Without the last two it says that the session's
-/// stream has come.
+/// A message on [`STREAMS`] begins with the session, the replica that sent it, and its kind. After [`ANNOUNCEMENT`] a sealed
+/// announcement follows; after [`HELLO`] the link's name and this, sealed.
 #[derive(Serialize, Deserialize)]
 struct Hello {
     answer_to: String,
@@ -58,7 +59,13 @@ const ALIVE: u8 = 0;
 const MESSAGE: u8 = 1;
 const PARTED: u8 = 2;
 
+/// What a message on [`STREAMS`] is.
+const ANNOUNCEMENT: u8 = 1;
+const HELLO: u8 = 2;
+
 const NAME: usize = 16;
+/// Hellos that are being answered at once. A hello over it is dropped, and its sender looks again.
+const WELCOMES: usize = 1024;
 /// How long whoever was answered may take to go on.
 const GOES_ON_WITHIN: Duration = Duration::from_secs(5);
 /// How long a link whose stream is gone may take to say the rest.
@@ -71,6 +78,7 @@ pub(super) struct Relay {
     shared: Shared,
     /// This process's, by which it knows its own words when it hears them.
     name: u128,
+    welcomes: Arc<Semaphore>,
 }
 
 fn link_subject(link: u128) -> String {
@@ -79,7 +87,7 @@ fn link_subject(link: u128) -> String {
 
 impl Relay {
     pub(super) fn new(bus: Arc<dyn Bus>, secret: SecretSlice<u8>) -> Self {
-        Self { bus, shared: Shared::new(secret), name: rand::random() }
+        Self { bus, shared: Shared::new(secret), name: rand::random(), welcomes: Arc::new(Semaphore::new(WELCOMES)) }
     }
 
     // ---- Where the stream is ----
@@ -102,43 +110,60 @@ impl Relay {
 
     /// Tells the other replicas that the session's stream is here.
     pub(super) fn announce(&self, session: TerminalSessionId) {
+        let Some(announcement) = self.shared.announcement(self.scope(session, 0)) else { return };
+        let message = [self.beginning(session, ANNOUNCEMENT), announcement].concat();
         let bus = Arc::clone(&self.bus);
-        let words = self.words_on(session);
-        tokio::spawn(async move { bus.publish(STREAMS.to_owned(), words).await });
+        tokio::spawn(async move { bus.publish(STREAMS.to_owned(), message).await });
     }
 
     fn hear(&self, terminals: &Terminals, heard: Heard) {
         let Some((session, rest)) = heard.payload.split_first_chunk::<NAME>() else { return };
-        let Some((from, hello)) = rest.split_first_chunk::<NAME>() else { return };
-        if u128::from_be_bytes(*from) == self.name {
+        let Some((member, rest)) = rest.split_first_chunk::<NAME>() else { return };
+        let Some((kind, rest)) = rest.split_first() else { return };
+        let (session, member) = (Uuid::from_bytes(*session), u128::from_be_bytes(*member));
+        if member == self.name {
             return;
         }
-        let session = TerminalSessionId(Uuid::from_bytes(*session));
-        if hello.is_empty() {
-            terminals.wake(session);
-            return;
+        match *kind {
+            ANNOUNCEMENT => {
+                if self.shared.is_announcement(Scope { session, member, link: 0 }, rest) {
+                    terminals.wake(TerminalSessionId(session));
+                }
+            }
+            HELLO => {
+                let Some(end) = terminals.end(TerminalSessionId(session)) else { return };
+                let Some((link, sealed)) = rest.split_first_chunk::<NAME>() else { return };
+                let scope = Scope { session, member, link: u128::from_be_bytes(*link) };
+                let Ok(place) = Arc::clone(&self.welcomes).try_acquire_owned() else { return };
+                let (relay, sealed) = (self.clone(), sealed.to_vec());
+                // An agent that takes nothing holds nobody else up.
+                tokio::spawn(async move {
+                    relay.welcome(scope, &sealed, heard.reply, &end).await;
+                    drop(place);
+                });
+            }
+            _ => {}
         }
-        let Some(end) = terminals.end(session) else { return };
-        let (relay, hello) = (self.clone(), hello.to_vec());
-        // An agent that takes nothing holds nobody else up.
-        tokio::spawn(async move { relay.welcome(&hello, heard.reply, &end).await });
     }
 
-    /// How everything begins that is said about a session.
-    fn words_on(&self, session: TerminalSessionId) -> Vec<u8> {
-        [*session.0.as_bytes(), self.name.to_be_bytes()].concat()
+    /// How a message on [`STREAMS`] begins.
+    fn beginning(&self, session: TerminalSessionId, kind: u8) -> Vec<u8> {
+        [session.0.as_bytes().as_slice(), &self.name.to_be_bytes(), &[kind]].concat()
     }
 
-    async fn welcome(&self, hello: &[u8], reply: Option<String>, end: &Arc<End>) {
-        let Some((name, sealed)) = hello.split_first_chunk::<NAME>() else { return };
-        let link = u128::from_be_bytes(*name);
-        let (Some((words, asked)), Some(reply)) = (self.shared.hear_hello(link, sealed), reply) else { return };
+    const fn scope(&self, session: TerminalSessionId, link: u128) -> Scope {
+        Scope { session: session.0, member: self.name, link }
+    }
+
+    async fn welcome(&self, scope: Scope, sealed: &[u8], reply: Option<String>, end: &Arc<End>) {
+        let link = scope.link;
+        let (Some((words, asked)), Some(reply)) = (self.shared.hear_hello(scope, sealed), reply) else { return };
         let Ok(hello) = serde_json::from_slice::<Hello>(&words) else { return };
         if !end.admits(hello.attachment) {
             return;
         }
         let Some(mut messages) = self.bus.subscribe(link_subject(link)).await else { return };
-        let Some((answer, sealing, mut opening)) = asked.answer() else { return };
+        let Some((answer, sealing, mut opening)) = asked.answer(self.name) else { return };
         if !self.bus.publish(reply, answer).await || !goes_on(&mut messages, &mut opening).await {
             return;
         }
@@ -169,8 +194,8 @@ impl Relay {
         let answer_to = self.bus.inbox(&format!("terminal.{link:032x}"));
         let messages = self.bus.subscribe(answer_to.clone()).await?;
         let hello = serde_json::to_vec(&Hello { answer_to, attachment, from }).ok()?;
-        let (asking, hello) = self.shared.hello(link, &hello)?;
-        let mut payload = self.words_on(session);
+        let (asking, hello) = self.shared.hello(self.scope(session, link), &hello)?;
+        let mut payload = self.beginning(session, HELLO);
         payload.extend(link.to_be_bytes());
         payload.extend(hello);
         let answer = self.bus.request(STREAMS.to_owned(), payload).await?;

@@ -16,11 +16,22 @@ struct Room {
     said: broadcast::Sender<(String, Vec<u8>, Option<String>)>,
     member: &'static str,
     cut: CancellationToken,
+    /// Hellos for the first session arrive as hellos for the second: somebody on the bus redirects them.
+    redirect: Option<(TerminalSessionId, TerminalSessionId)>,
 }
 
 impl Room {
     fn new() -> Self {
-        Self { said: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new() }
+        Self { said: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new(), redirect: None }
+    }
+
+    fn redirected(&self, payload: Vec<u8>) -> Vec<u8> {
+        match self.redirect {
+            Some((from, to)) if payload.starts_with(from.0.as_bytes()) => {
+                [to.0.as_bytes().as_slice(), payload.get(16..).unwrap_or_default()].concat()
+            }
+            Some(_) | None => payload,
+        }
     }
 }
 
@@ -33,7 +44,7 @@ impl Bus for Room {
         async move {
             let reply = format!("reply.{}", Uuid::new_v4());
             let mut answers = self.subscribe(reply.clone()).await?;
-            let _ = self.said.send((subject, payload, Some(reply)));
+            let _ = self.said.send((subject, self.redirected(payload), Some(reply)));
             let answer = tokio::time::timeout(Duration::from_millis(300), answers.next()).await.ok()??;
             Some(answer.payload)
         }
@@ -202,6 +213,63 @@ async fn a_hello_and_what_was_typed_after_it_reach_no_program_when_they_are_said
         room.publish(subject, payload).await;
     }
     assert_eq!(told(&mut downs).await, []);
+}
+
+#[tokio::test]
+async fn hello_that_is_redirected_to_another_session_joins_nobody() {
+    const OTHERS: TerminalSessionId = TerminalSessionId(Uuid::from_u128(6));
+    let room = Room::new();
+    let there = replica(&room, 1);
+    let (down, mut downs) = mpsc::channel(16);
+    let _others = there.take_in(OTHERS, down);
+    let here = replica(&Room { redirect: Some((SESSION, OTHERS)), ..room.clone() }, 1);
+    let elsewhere = replica(&room, 1);
+    // Its own user reaches the session: the replicas listen.
+    let mut own = None;
+    for _ in 0..20 {
+        own = elsewhere.link(OTHERS, 1, None).await;
+        if own.is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(own.is_some() && told(&mut downs).await.len() == 1);
+    assert!(here.link(SESSION, 2, None).await.is_none(), "the user is attached to a session of somebody else");
+    assert_eq!(told(&mut downs).await, []);
+}
+
+#[tokio::test]
+async fn messages_of_one_session_that_are_redirected_to_another_reach_no_program() {
+    const OTHERS: TerminalSessionId = TerminalSessionId(Uuid::from_u128(6));
+    let room = Room::new();
+    let mut overheard = room.said.subscribe();
+    let (here, there) = (replica(&room, 1), replica(&room, 1));
+    let (_stream, mut downs) = stream_at(&there);
+    let (down, mut others) = mpsc::channel(16);
+    let _others = there.take_in(OTHERS, down);
+    let link = linked(&here, 1, None).await;
+    link.down.send(Down::Input { attachment: 1, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
+    assert_eq!(told(&mut downs).await.len(), 2);
+    let typed: Vec<Said> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    let on_link = |(subject, ..): &&Said| subject.starts_with("gpuaas.terminal.link.");
+
+    let mut users = None;
+    for _ in 0..20 {
+        users = here.link(OTHERS, 1, None).await;
+        if users.is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let mut users = users.unwrap();
+    assert_eq!(told(&mut others).await.len(), 1);
+    let fresh: Vec<Said> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    let (subject, ..) = fresh.iter().find(on_link).unwrap().clone();
+    for (_, payload, _) in typed.into_iter().filter(|said| on_link(&said)) {
+        room.publish(subject.clone(), payload).await;
+    }
+    assert!(users.up.recv().await.is_none(), "the link ends");
+    assert_eq!(told(&mut others).await, [Down::Detach { attachment: 1 }]);
 }
 
 #[tokio::test]
