@@ -14,7 +14,8 @@ pub struct Asked {
     pub traceparent: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracestate: Option<String>,
-    /// Checked again when the command is taken out of the mailbox: nobody waits for it after that.
+    /// Checked again when the command is taken out of the mailbox: nobody waits for it after that. By the clock of this process: a
+    /// command for another member carries the time that remains.
     pub deadline: Timestamp,
     pub command: Option<CommandKey>,
     /// Releases, operators and sagas under way: let in where new requests are turned away.
@@ -90,6 +91,13 @@ impl CommandKey {
     #[must_use]
     pub const fn repeatable(id: CommandId, digest: [u8; 32]) -> Self {
         Self { id, digest, keep_reply: true, consumes: None }
+    }
+
+    /// A command that only its directory sends again, after a change of owner. Its reply is not stored.
+    #[must_use]
+    pub(crate) const fn internal(chance: u128) -> Self {
+        let id = CommandId(uuid::Builder::from_random_bytes(chance.to_be_bytes()).into_uuid());
+        Self { id, digest: [0; 32], keep_reply: false, consumes: None }
     }
 
     /// The command that carries an event out, by its name: what follows from an event may turn out differently when it is worked on

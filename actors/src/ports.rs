@@ -31,7 +31,7 @@ pub struct StoreError {
 
 /// The other members of the cluster.
 pub trait Remote: Send + Sync + 'static {
-    /// Sends a command to whoever owns `shard`.
+    /// Sends a command to the owner of `shard`. Returns before `timeout` where that owner loses the shard.
     fn request(&self, shard: Shard, payload: Vec<u8>, timeout: Duration)
     -> BoxFuture<'_, Result<Vec<u8>, RemoteError>>;
 }
@@ -44,6 +44,9 @@ pub enum RemoteError {
     /// It was sent; what became of it is not known.
     #[error("no answer in time")]
     TimedOut,
+    /// It was sent to an owner that has lost the shard since; what became of it is not known, and that owner commits nothing more.
+    #[error("the shard's owner has changed")]
+    OwnerChanged,
     /// It could not be sent.
     #[error("the bus cannot be reached: {0}")]
     Unreachable(String),

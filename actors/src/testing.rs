@@ -5,6 +5,7 @@
 use crate::ask::{Asked, CommandKey};
 use crate::place::{command_id, digest_of};
 use crate::ports::{Effects, Store, StoreError, Term, World};
+use chrono::TimeDelta;
 use domain::authz::{Caller, Role};
 use domain::commit::{Done, Epoch, Snapshot};
 use domain::policy::PolicyBook;
@@ -311,17 +312,29 @@ pub(crate) struct Clockwork {
     policy: Arc<PolicyBook>,
     seed: Mutex<u128>,
     pub(crate) lease_is_over: Mutex<bool>,
+    ahead: Mutex<TimeDelta>,
 }
 
 impl Clockwork {
     pub(crate) fn new() -> Self {
-        Self { began: Instant::now(), policy: Arc::default(), seed: Mutex::new(1), lease_is_over: Mutex::new(false) }
+        Self {
+            began: Instant::now(),
+            policy: Arc::default(),
+            seed: Mutex::new(1),
+            lease_is_over: Mutex::new(false),
+            ahead: Mutex::default(),
+        }
+    }
+
+    /// Puts the clock `by` so much ahead.
+    pub(crate) fn step(&self, by: TimeDelta) {
+        *self.ahead.lock().unwrap() += by;
     }
 }
 
 impl World for Clockwork {
     fn now(&self) -> Timestamp {
-        Timestamp::from_timestamp(1_800_000_000, 0).unwrap() + self.began.elapsed()
+        Timestamp::from_timestamp(1_800_000_000, 0).unwrap() + self.began.elapsed() + *self.ahead.lock().unwrap()
     }
 
     fn seed(&self) -> u128 {

@@ -3,9 +3,11 @@
 //! Where each key stands is an entity ([`KeySet`]); the private halves lie sealed beside it, one secret a key. Both are read together,
 //! at the start and whenever an operator has rotated, and replaced as one: a request sees the keys of before or those of after.
 
+mod member;
 mod service;
 mod signers;
 
+pub use member::{MacKey, MemberKeys};
 pub use service::ServiceKeys;
 
 use crate::identity::TrustDomain;
@@ -63,6 +65,7 @@ pub struct Keys {
     pub task: TaskKeys,
     pub node: NodeAuthorities,
     pub service: ServiceKeys,
+    pub member: MemberKeys,
 }
 
 /// Why the keys cannot be read, or a key not be made.
@@ -107,6 +110,7 @@ impl Keys {
             task: TaskKeys::read(secrets, reads).await?,
             node: NodeAuthorities::read(secrets, reads, domain).await?,
             service: ServiceKeys::read(secrets, reads).await?,
+            member: MemberKeys::read(secrets, reads).await?,
         })
     }
 
@@ -116,8 +120,8 @@ impl Keys {
         self.sets().map(|set| (set.purpose.name().to_owned(), set.version)).into()
     }
 
-    const fn sets(&self) -> [&KeySet; 3] {
-        [&self.task.set, &self.node.set, &self.service.set]
+    const fn sets(&self) -> [&KeySet; 4] {
+        [&self.task.set, &self.node.set, &self.service.set, &self.member.set]
     }
 
     /// Every key that is not retired, with its set.
@@ -140,7 +144,8 @@ impl Keys {
         };
         let all = those_of(&self.task.set, &self.task.held)
             .chain(those_of(&self.node.set, &self.node.held))
-            .chain(those_of(&self.service.set, &self.service.held));
+            .chain(those_of(&self.service.set, &self.service.held))
+            .chain(those_of(&self.member.set, &self.member.held));
         all.filter(|(set, id, _, made_at)| forsaken(set, id, *made_at)).map(|(.., name, _)| name.clone()).collect()
     }
 }
@@ -418,6 +423,7 @@ pub async fn make(secrets: &Secrets, domain: &TrustDomain, purpose: Purpose) -> 
     let (prefix, made) = match purpose {
         Purpose::TaskSigning => (KEPT.names.to_owned(), KEPT.made()),
         Purpose::ServiceTokens => (service::KEPT.names.to_owned(), service::KEPT.made()),
+        Purpose::MemberMessages => (member::KEPT.names.to_owned(), member::KEPT.made()),
         Purpose::NodeCa => (format!("{NODE_CAS}/"), new_authority(domain, Utc::now())?),
         Purpose::AtRest => return Err(damaged(purpose, "they are the operator's to make")),
     };
@@ -450,6 +456,7 @@ impl Keys {
             }
             Purpose::NodeCa => (&self.node.set, self.node.set.listed_after(change).map(|_| Vec::new())),
             Purpose::ServiceTokens => (&self.service.set, self.service.set.listed_after(change).map(|_| Vec::new())),
+            Purpose::MemberMessages => (&self.member.set, self.member.set.listed_after(change).map(|_| Vec::new())),
             Purpose::AtRest => return Ok(Err(Rejection::OtherPurpose)),
         };
         let first = set.keys.first().ok_or_else(|| damaged(purpose, "there is none"))?;

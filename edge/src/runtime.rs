@@ -121,6 +121,9 @@ pub struct MemberNode {
     /// The key of the key ring that seals there.
     #[serde(default)]
     pub seals_with: String,
+    /// By how much its clock is ahead of Postgres' clock, in milliseconds, as it measured last.
+    #[serde(default)]
+    pub clock_offset_ms: Option<i64>,
 }
 
 /// Something that runs as long as its process.
@@ -285,6 +288,8 @@ pub struct MemberReport {
     pub silent_for_ms: u64,
     /// Since its last word over NATS, in milliseconds; absent where it was not heard at all.
     pub unheard_for_ms: Option<u64>,
+    /// By how much its clock is ahead of Postgres' clock, in milliseconds, as it measured last; absent where it has not said so yet.
+    pub clock_offset_ms: Option<i64>,
     /// The shards that it owns, in order.
     pub shards: Vec<u8>,
 }

@@ -58,22 +58,22 @@ impl Cluster {
         Self { pool }
     }
 
-    /// Says that `member` lives. To be called every second.
+    /// Says that `member` lives. To be called every second. Answers the database's time.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn beat(&self, member: &Member) -> Result<(), StoreError> {
-        sqlx::query(
+    pub async fn beat(&self, member: &Member) -> Result<Timestamp, StoreError> {
+        sqlx::query_scalar(
             "INSERT INTO member (id, name, started_at, beat_at, details) VALUES ($1, $2, $3, clock_timestamp(), $4)
-             ON CONFLICT (id) DO UPDATE SET name = excluded.name, beat_at = excluded.beat_at, details = excluded.details",
+             ON CONFLICT (id) DO UPDATE SET name = excluded.name, beat_at = excluded.beat_at, details = excluded.details
+             RETURNING beat_at",
         )
         .bind(member.id.0)
         .bind(&member.name)
         .bind(member.started_at)
         .bind(&member.details)
-        .execute(&self.pool)
+        .fetch_one(&self.pool)
         .await
-        .map(drop)
         .doing("beating")
     }
 
@@ -82,7 +82,7 @@ impl Cluster {
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn join(&self, member: &Member) -> Result<(), StoreError> {
+    pub async fn join(&self, member: &Member) -> Result<Timestamp, StoreError> {
         let done = sqlx::query("DELETE FROM member WHERE name = $1 AND id <> $2")
             .bind(&member.name)
             .bind(member.id.0)

@@ -22,7 +22,7 @@ pub use inspect::{Inspected, Inspection, Pending, Standing};
 pub use keys::Dependent;
 pub use ledger::{Cost, Disagreement, LedgerFilter, LedgerReport, LedgerRow, Money};
 pub use policy::{PolicyFilter, PolicyRow};
-pub use shard::{Due, Orphans, Overdue};
+pub use shard::{Due, Orphans, OutboxCursor, Overdue};
 pub use statement::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
 pub use waiting::{Waiting, WaitingFilter};
 

@@ -1,6 +1,6 @@
 //! `gpuaas audit`: the audit log's chains verified, its heads shown, an old month dropped.
 
-use crate::cluster::bus::Bus;
+use crate::cluster::nats;
 use crate::trust;
 use crate::workers::audit_seal::archived;
 use anyhow::{Context, bail};
@@ -133,8 +133,8 @@ async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut i
     };
     let mut strange = 0;
     if let Some(url) = &how.nats_url {
-        let bus = Bus::connect(url, how.nats_ca.as_deref(), "gpuaas-audit").await?;
-        let found = tokio::time::timeout(std::time::Duration::from_secs(30), archived(&bus)).await;
+        let client = nats::connect(url, how.nats_ca.as_deref(), "gpuaas-audit").await?;
+        let found = tokio::time::timeout(std::time::Duration::from_secs(30), archived(&client)).await;
         let (archived, none) = found.context("the archive of heads did not answer in time")??;
         heads.extend(archived);
         strange = none;

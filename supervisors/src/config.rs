@@ -147,23 +147,12 @@ impl FromStr for Role {
 /// `all`, or a list with commas.
 ///
 /// # Errors
-/// Where a name is no role's, or a role stands without one that it needs.
+/// Where a name is no role's.
 pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
     if text.trim() == "all" {
         return Ok(Role::ALL.into());
     }
-    let roles: BTreeSet<Role> = text.split(',').map(|name| name.trim().parse()).collect::<anyhow::Result<_>>()?;
-    // The relay publishes what its own process has committed.
-    if roles.contains(&Role::Entities) != roles.contains(&Role::OutboxRelay) {
-        bail!("the roles entities and outbox-relay go together: name both or neither");
-    }
-    // Accounts are charged where they live, each through its own mailbox; without the role nobody would charge them.
-    if roles.contains(&Role::Entities) != roles.contains(&Role::Billing) {
-        bail!(
-            "the roles entities and billing go together, since accounts are charged where they live: name both or neither"
-        );
-    }
-    Ok(roles)
+    text.split(',').map(|name| name.trim().parse()).collect()
 }
 
 impl Config {
@@ -186,7 +175,7 @@ impl Config {
         let (database_url, database_ca) = database(it);
         let nats_url = it.required("SVC_NATS_URL", "a URL such as tls://user:password@nats.example:4222");
         if !nats_url.is_empty() {
-            let checked = crate::cluster::bus::check_url(&nats_url);
+            let checked = crate::cluster::nats::check_url(&nats_url);
             it.take(checked);
         }
         let nats_ca = it.optional_certificates("SVC_NATS_CA_PATH");
@@ -390,15 +379,9 @@ mod tests {
     }
 
     #[test]
-    fn entities_do_not_run_without_the_relay_that_speaks_for_them_or_without_who_charges_them() {
-        for (roles, missing) in [
-            ("entities,billing", "outbox-relay"),
-            ("entities,outbox-relay", "billing"),
-            ("billing", "entities and billing go together"),
-        ] {
-            let error = parse_roles(roles).unwrap_err().to_string();
-            assert!(error.contains(missing) && error.contains("name both or neither"), "{error}");
+    fn every_role_runs_alone() {
+        for role in Role::ALL {
+            assert_eq!(parse_roles(role.name()).unwrap(), [role].into());
         }
-        assert!(parse_roles("entities,billing,outbox-relay").is_ok());
     }
 }

@@ -16,6 +16,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::config::Role;
 use agents::{AgentProcess, AgentSettings, Place, SimulatedGpus, SystemAgent};
 use api::Api;
 use balancer::Balancer;
@@ -184,7 +185,8 @@ impl Dev {
 
         let authority = Authority::restore(&folder.join("pki"))?;
         let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
-        let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let users = std::iter::once(NatsUser::operator(OPERATOR))
+            .chain(names.iter().map(|name| replica::member(name, &Role::ALL.into())));
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (processor_folder, processor_log) = (folder.join("localstripe"), logs.join("localstripe.log"));
         let (postgres, nats, identity, mut processor) = tokio::try_join!(

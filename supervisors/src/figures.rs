@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// What of this process is measured when it is asked.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Moment {
     pub lives: Lives,
     pub pool_open: u32,
@@ -27,6 +27,10 @@ pub struct Moment {
     pub parked_polls: usize,
     pub nats_connected: bool,
     pub lease_fresh: bool,
+    /// In seconds; `None` before the first heartbeat.
+    pub clock_offset: Option<f64>,
+    /// How many living members have each role.
+    pub role_members: BTreeMap<&'static str, usize>,
 }
 
 /// How far a stream's consumer is.
@@ -51,6 +55,8 @@ pub struct ProcessFigures {
     polls: IntGauge,
     nats: IntGauge,
     lease: IntGauge,
+    clock: Gauge,
+    roles: IntGaugeVec,
     queue: IntGauge,
     overdue: IntGaugeVec,
     outbox: IntGauge,
@@ -96,8 +102,15 @@ impl ProcessFigures {
             &["purpose", "phase", "key_id"],
         )?;
         registry.register(Box::new(key_age.clone()))?;
+        let clock = Gauge::new(
+            "member_clock_offset_seconds",
+            "By how much this member's clock is ahead of Postgres' clock, measured at each heartbeat.",
+        )?;
+        registry.register(Box::new(clock.clone()))?;
         Ok(Self {
             registry: registry.clone(),
+            clock,
+            roles: gauges("cluster_role_members", "Living members that have the role.", &["role"])?,
             shards: gauge("shards_owned", "Shards in this process's hands.")?,
             awake: gauge("entities_awake", "Entities that have an actor here.")?,
             parked: gauge("entities_parked", "Entities that failed too often and wait for an operator.")?,
@@ -159,6 +172,12 @@ impl ProcessFigures {
         self.pool.with_label_values(&["in_use"]).set(whole(in_use));
         self.nats.set(i64::from(moment.nats_connected));
         self.lease.set(i64::from(moment.lease_fresh));
+        if let Some(offset) = moment.clock_offset {
+            self.clock.set(offset);
+        }
+        for (role, members) in &moment.role_members {
+            self.roles.with_label_values(&[role]).set(whole(*members));
+        }
         let mut scraped = self.scraped.lock().unwrap_or_else(PoisonError::into_inner);
         self.failures.inc_by(failures_total.saturating_sub(*scraped));
         *scraped = failures_total.max(*scraped);

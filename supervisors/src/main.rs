@@ -3,6 +3,7 @@
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
+use supervisors::cluster::permissions;
 use supervisors::config::ConfigError;
 use supervisors::dev::{self, DevArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
@@ -41,6 +42,14 @@ enum Command {
     Ledger(LedgerArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
     NodeCa(NodeCaArgs),
+    /// Prints what a member's user of NATS may publish and subscribe to, as the server's configuration wants it.
+    NatsPermissions {
+        /// The member's name: SVC_MEMBER_NAME, and the name of the user
+        #[arg(long)]
+        name: String,
+        #[arg(long, default_value = "all", help = config::roles_help())]
+        roles: String,
+    },
 }
 
 #[tokio::main]
@@ -76,6 +85,11 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
         Command::NodeCa(args) => node_ca_command::run(args).await?,
+        Command::NatsPermissions { name, roles } => {
+            use std::io::Write;
+            let permissions = permissions::of(&name, &config::parse_roles(&roles)?);
+            writeln!(std::io::stdout(), "{:#}", permissions.as_config())?;
+        }
         Command::Ledger(args) => return Ok(ledger_command::run(args).await),
         Command::Audit(args) => return Ok(audit_command::run(args).await),
     }

@@ -224,6 +224,7 @@ impl Operations {
             roles: serde_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
             silent_for_ms: millis(at.silent_for),
             unheard_for_ms: heard.get(&at.member.id).map(|heard| millis(heard.elapsed())),
+            clock_offset_ms: at.member.details["clock_offset_ms"].as_i64(),
             shards: shards.iter().filter(|o| o.owner == Some(at.member.id)).map(|o| o.shard.0).collect(),
         };
         let members: Vec<_> = living.iter().map(member).collect();

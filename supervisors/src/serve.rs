@@ -1,8 +1,9 @@
 //! One process of the control plane, from its configuration to its ordered end.
 
-use crate::cluster::View;
+use crate::cluster::authentication::MemberAuthenticator;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
+use crate::cluster::{View, nats};
 use crate::config::{Config, NodeProxies, Role};
 use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
@@ -15,6 +16,7 @@ use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
 use crate::workers::notifications::Notifier;
+use crate::workers::outbox_poll::OutboxPoll;
 use crate::workers::payments::errands::Errands;
 use crate::workers::payments::reconciliation::Reconciler;
 use crate::workers::payments::told::Teller;
@@ -149,11 +151,14 @@ impl Process {
         let pool = open_database(&config).await?;
         let reads = Reads::new(pool.clone());
         let member = MemberId(Uuid::new_v4());
-        let bus = Bus::connect(&config.nats_url, config.nats_ca.as_deref(), &config.member_name).await?;
-        let (committed, rows) = mpsc::channel(RELAY_QUEUE);
+        let (committed, mut rows) = mpsc::channel(RELAY_QUEUE);
+        if !config.roles.contains(&Role::OutboxRelay) {
+            // A process with the relay reads them from Postgres.
+            rows.close();
+        }
         let metrics = CommitterMetrics::register(&registry)?;
         let committer = Committer::start(&pool, CommitterConfig::new(member), metrics, committed.clone());
-        let view = Arc::new(View::new(me(member, &config)));
+        let (view, look) = (Arc::new(View::new(me(member, &config))), Arc::new(Notify::new()));
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
@@ -161,15 +166,19 @@ impl Process {
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
         // Before any secret is opened, so that what is wrong is said with what to do.
         secrets.rewrap().check().await.context("the key ring does not fit the database")?;
-        let relay_secret = trust::terminal_relay(&secrets).await?;
-        let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
         let domain = config.trust_domain.clone();
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
+        let in_force = KeysInForce::new(keys);
+        let members = Arc::new(MemberAuthenticator::register(&registry, Arc::clone(&view), in_force.clone())?);
+        let client = nats::connect(&config.nats_url, config.nats_ca.as_deref(), &config.member_name).await?;
+        let bus = Bus::new(client, &config.member_name, members, Arc::clone(&view), Arc::clone(&look));
+        let relay_secret = trust::terminal_relay(&secrets).await?;
+        let terminals = Terminals::register(&registry, Some(Arc::new(bus.clone())), relay_secret)?;
         let keeper = Arc::new(Keeper {
             reads: reads.clone(),
             secrets,
             domain,
-            in_force: KeysInForce::new(keys),
+            in_force,
             changed: Arc::clone(&keys_changed),
             bus: bus.clone(),
             connections: connections.clone(),
@@ -185,7 +194,6 @@ impl Process {
             keys_changed,
             bus: bus.clone(),
         };
-        let look = Arc::new(Notify::new());
         let told = EventFigures::register(&registry)?;
         // Of its own, so that a busy pool never makes a living member look dead.
         let cluster = Cluster::new(persistence::pool::open(&PoolConfig { connections: 2, ..database(&config) })?);
@@ -336,12 +344,17 @@ impl Process {
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
         works.insert("ownership", work(&self.owner, |owner| async move { owner.run().await }));
+        works.insert("command-answers", work(&self.bus, |bus| async move { bus.receive_answers().await }));
         works.insert("answers", work(&self.operations, |operations| async move { operations.answer().await }));
         works.insert("outbox-relay", work(&self.relay, |relay| async move { relay.run().await }));
+        let (view, reads, relay) = (Arc::clone(&self.view), self.reads.clone(), self.committed.clone());
+        let poll = Arc::new(OutboxPoll { view, reads, relay });
+        works.insert("outbox-poll", work(&poll, |poll| async move { poll.run().await }));
         let (host, reads) = (Arc::clone(&self.host), self.reads.clone());
         works.insert("timers", work(&(host, reads), |(host, reads)| timers::run(host, reads)));
         let world = Arc::clone(&self.here) as Arc<dyn actors::ports::World>;
-        let accrual = Accrual::register(&self.registry, Arc::clone(&self.host), self.reads.clone(), world)?;
+        let (directory, view) = (self.directory.clone(), Arc::clone(&self.view));
+        let accrual = Accrual::register(&self.registry, directory, view, self.reads.clone(), world)?;
         works.insert("accrual", work(&accrual, Accrual::run));
         works.insert("audit-seal", work(&self.audit_seal, |seal| async move { seal.run().await }));
         works.insert("rest", work(&self.host, housekeeping::rest));
@@ -640,7 +653,13 @@ fn me(id: MemberId, config: &Config) -> Member {
         id,
         name: config.member_name.clone(),
         started_at: chrono::Utc::now(),
-        details: json!({ "roles": roles, "version": env!("CARGO_PKG_VERSION"), "public_url": config.public_url }),
+        details: json!({
+            "roles": roles,
+            "version": env!("CARGO_PKG_VERSION"),
+            "public_url": config.public_url,
+            // The others believe none of its messages without a stamp.
+            "authenticates": true,
+        }),
     }
 }
 

@@ -8,6 +8,7 @@ pub mod housekeeping;
 pub mod keys;
 mod logins;
 pub mod notifications;
+pub mod outbox_poll;
 pub mod pace;
 pub mod payments;
 pub mod policy;

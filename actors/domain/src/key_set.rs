@@ -34,12 +34,15 @@ pub enum Purpose {
     NodeCa,
     /// They sign the access tokens of service accounts.
     ServiceTokens,
+    /// They authenticate what the members send each other.
+    MemberMessages,
     /// They seal what must be readable again; the keys themselves are in the operator's key ring alone.
     AtRest,
 }
 
 impl Purpose {
-    pub const ALL: [Self; 4] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::AtRest];
+    pub const ALL: [Self; 5] =
+        [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::MemberMessages, Self::AtRest];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -47,6 +50,7 @@ impl Purpose {
             Self::TaskSigning => "task_signing",
             Self::NodeCa => "node_ca",
             Self::ServiceTokens => "service_tokens",
+            Self::MemberMessages => "member_messages",
             Self::AtRest => "at_rest",
         }
     }
@@ -390,6 +394,8 @@ impl KeySet {
             Purpose::NodeCa => seconds(policy::Key::NodeCertificateTtl, ctx),
             // As long as any token can live: how long those lived that were issued is nobody's memory.
             Purpose::ServiceTokens => policy::Key::AuthServiceAccountTokenTtl.longest(),
+            // An event is believed for less than that (`supervisors::cluster::authentication`).
+            Purpose::MemberMessages => chrono::TimeDelta::hours(24),
             Purpose::AtRest => seconds(policy::Key::KeysRotationOverdue, ctx),
         }
     }
@@ -397,7 +403,7 @@ impl KeySet {
     /// Whether what these keys have signed is believed for its time alone, since nobody keeps a list of it.
     const fn signs(&self) -> bool {
         match self.purpose {
-            Purpose::TaskSigning | Purpose::ServiceTokens => true,
+            Purpose::TaskSigning | Purpose::ServiceTokens | Purpose::MemberMessages => true,
             Purpose::NodeCa | Purpose::AtRest => false,
         }
     }

@@ -3,7 +3,6 @@
 mod encoding;
 
 use super::*;
-use crate::ask::CommandKey;
 use crate::host::HostConfig;
 use crate::ports::World;
 use crate::testing::{Clockwork, Fault, Ledger, Performed, key, panics_are_short, term, user};
@@ -62,6 +61,8 @@ enum Fate {
     AnswerLost,
     /// Delivered and carried out; the answer comes back mangled.
     AnswerMangled,
+    /// Delivered and carried out; the owner is lost before it answers.
+    OwnerLost,
 }
 
 /// A bus with one other member on it.
@@ -69,11 +70,17 @@ struct Bus {
     other: Mutex<Option<Directory>>,
     fates: Mutex<VecDeque<Fate>>,
     sent: Mutex<usize>,
+    in_transit: Mutex<Duration>,
 }
 
 impl Bus {
     fn with(other: Option<Directory>) -> Arc<Self> {
-        Arc::new(Self { other: Mutex::new(other), fates: Mutex::default(), sent: Mutex::new(0) })
+        Arc::new(Self {
+            other: Mutex::new(other),
+            fates: Mutex::default(),
+            sent: Mutex::new(0),
+            in_transit: Mutex::default(),
+        })
     }
 
     fn next_is(&self, fates: impl IntoIterator<Item = Fate>) {
@@ -95,8 +102,10 @@ impl Remote for Bus {
                 return Err(error);
             }
             let Some(other) = other else { return Err(RemoteError::NoResponders) };
-            let answer = other.serve(&payload).await;
+            let in_transit = *self.in_transit.lock().unwrap();
+            let answer = other.serve(&payload, in_transit).await;
             match fate {
+                Some(Fate::OwnerLost) => Err(RemoteError::OwnerChanged),
                 Some(Fate::AnswerLost) => {
                     sleep(timeout).await;
                     Err(RemoteError::TimedOut)
@@ -120,15 +129,19 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
+        Self::with_clocks(Arc::new(Clockwork::new()), Arc::new(Clockwork::new()))
+    }
+
+    fn with_clocks(here: Arc<Clockwork>, there: Arc<Clockwork>) -> Self {
         panics_are_short();
-        let (store, world) = (Arc::<Ledger>::default(), Arc::new(Clockwork::new()));
-        let member = |bus: &Arc<Bus>| {
+        let store = Arc::<Ledger>::default();
+        let member = |bus: &Arc<Bus>, world: &Arc<Clockwork>| {
             let host = Host::new(HostConfig::default(), store.clone(), Arc::<Performed>::default(), world.clone());
             Directory::new(host, bus.clone())
         };
-        let there = member(&Bus::with(None));
-        let bus = Bus::with(Some(there.clone()));
-        Self { here: member(&bus), there, bus, store, world }
+        let other = member(&Bus::with(None), &there);
+        let bus = Bus::with(Some(other.clone()));
+        Self { here: member(&bus, &here), there: other, bus, store, world: here }
     }
 
     async fn owned_here() -> Self {
@@ -197,8 +210,8 @@ async fn the_owner_checks_again_what_came_over_the_bus() {
     let asked = Asked::new(&permit, "c", pair.world.now() + SECOND);
     let entity = EntityRef { kind: Kind::Allocation, id: ALLOCATION };
     let command = serde_json::to_value(Command::ForceRelease { reason: "mine".into() }).unwrap();
-    let forged = serde_json::to_vec(&Request { v: VERSION, entity, asked, command }).unwrap();
-    let response: Response = serde_json::from_slice(&pair.there.serve(&forged).await).unwrap();
+    let forged = serde_json::to_vec(&Request { v: VERSION, entity, asked, remaining_ms: None, command }).unwrap();
+    let response: Response = serde_json::from_slice(&pair.there.serve(&forged, Duration::ZERO).await).unwrap();
     assert_eq!(response.answer, Err(AskError::Denied));
 }
 
@@ -262,6 +275,61 @@ async fn what_was_sent_and_not_answered_is_unknown_and_safe_to_ask_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn command_whose_owner_is_lost_is_sent_to_the_next_one_and_carried_out_once() {
+    for (fate, replayed) in [(Fate::Fails(RemoteError::OwnerChanged), false), (Fate::OwnerLost, true)] {
+        let pair = Pair::owned_there().await;
+        pair.bus.next_is([fate]);
+        let answered = pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap();
+        assert_eq!((answered.replayed, answered.reply.asked.clone()), (replayed, request()));
+        assert_eq!((pair.bus.sent(), pair.commits()), (2, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn command_without_an_id_is_carried_out_once_though_its_owner_is_lost() {
+    let pair = Pair::owned_there().await;
+    pair.bus.next_is([Fate::Fails(RemoteError::OwnerChanged)]);
+    assert!(pair.ask(&ann(), rent(), None).await.unwrap().written);
+    assert_eq!((pair.bus.sent(), pair.commits()), (2, 1));
+
+    let pair = Pair::owned_there().await;
+    pair.bus.next_is([Fate::OwnerLost]);
+    let answer = pair.ask(&ann(), rent(), None).await;
+    assert!(matches!(answer, Err(AskError::Unknown { .. })), "its answer is lost, and it is there: {answer:?}");
+    assert_eq!((pair.bus.sent(), pair.commits()), (2, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn command_whose_owner_is_lost_and_that_no_other_takes_is_unknown_at_the_deadline() {
+    let pair = Pair::owned_there().await;
+    pair.bus.next_is([Fate::OwnerLost]);
+    pair.bus.next_is((0..100).map(|_| Fate::Fails(RemoteError::NoResponders)));
+    let answer = pair.ask(&ann(), rent(), Some(key("k"))).await;
+    assert!(matches!(answer, Err(AskError::Unknown { .. })), "it was carried out: {answer:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn owner_whose_clock_is_off_counts_the_time_that_remains() {
+    for off in [-30, 30] {
+        let there = Clockwork::new();
+        there.step(TimeDelta::seconds(off));
+        let pair = Pair::with_clocks(Arc::new(Clockwork::new()), Arc::new(there));
+        pair.there.host.open(term(shard_of(ALLOCATION), 1), None).await.unwrap();
+        assert!(pair.ask(&ann(), rent(), None).await.unwrap().written, "{off} s");
+        assert_eq!(pair.bus.sent(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn command_that_was_in_transit_longer_than_its_asker_waits_is_not_carried_out() {
+    let pair = Pair::owned_there().await;
+    *pair.bus.in_transit.lock().unwrap() = SECOND + SECOND / 10;
+    let answer = pair.ask(&ann(), rent(), None).await;
+    assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
+    assert_eq!(pair.commits(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn places_are_kept_by_the_owner_of_their_shard_alone() {
     use crate::places::Word;
     let pair = Pair::owned_there().await;
@@ -305,13 +373,24 @@ async fn what_cannot_be_understood_is_answered_and_not_carried_out() {
     let permit = authorize(&ann(), Action::Rent).unwrap();
     let asked = Asked::new(&permit, "c", pair.world.now() + SECOND);
     let entity = EntityRef { kind: Kind::Allocation, id: ALLOCATION };
-    let newer =
-        Request { v: VERSION + 1, entity, asked: asked.clone(), command: serde_json::to_value(rent()).unwrap() };
-    let foreign = Request { v: VERSION, entity, asked, command: serde_json::json!({ "command": "levitate" }) };
+    let newer = Request {
+        v: VERSION + 1,
+        entity,
+        asked: asked.clone(),
+        remaining_ms: None,
+        command: serde_json::to_value(rent()).unwrap(),
+    };
+    let foreign = Request {
+        v: VERSION,
+        entity,
+        asked,
+        remaining_ms: None,
+        command: serde_json::json!({ "command": "levitate" }),
+    };
     let payloads =
         [serde_json::to_vec(&newer).unwrap(), serde_json::to_vec(&foreign).unwrap(), b"not json".to_vec(), Vec::new()];
     for payload in payloads {
-        let response: Response = serde_json::from_slice(&pair.there.serve(&payload).await).unwrap();
+        let response: Response = serde_json::from_slice(&pair.there.serve(&payload, Duration::ZERO).await).unwrap();
         let answer = response.answer;
         assert!(matches!(answer, Err(AskError::Unavailable { .. } | AskError::Broken { .. })), "{answer:?}");
     }

@@ -45,6 +45,8 @@ pub enum KeyPurpose {
     NodeCa,
     /// They sign the access tokens of service accounts.
     ServiceTokens,
+    /// They authenticate what the replicas send each other.
+    MemberMessages,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
@@ -274,7 +276,7 @@ impl KeyStep {
         let keys = read(services).await?;
         let (cut_off, dependents) = match self.purpose {
             KeyPurpose::NodeCa => dependents(services, &keys, &id, NAMED).await?,
-            KeyPurpose::TaskSigning | KeyPurpose::ServiceTokens => (Vec::new(), 0),
+            KeyPurpose::TaskSigning | KeyPurpose::ServiceTokens | KeyPurpose::MemberMessages => (Vec::new(), 0),
         };
         let change = Change::Retire { id, dependents, force: self.force };
         let doing = Doing { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off };
@@ -386,6 +388,7 @@ const fn set_of(keys: &Keys, purpose: KeyPurpose) -> &KeySet {
         KeyPurpose::TaskSigning => &keys.task.set,
         KeyPurpose::NodeCa => &keys.node.set,
         KeyPurpose::ServiceTokens => &keys.service.set,
+        KeyPurpose::MemberMessages => &keys.member.set,
     }
 }
 
@@ -462,7 +465,7 @@ impl KeyView {
 }
 
 impl KeyPurpose {
-    const ALL: [Self; 3] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens];
+    const ALL: [Self; 4] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::MemberMessages];
 
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -497,6 +500,7 @@ impl From<KeyPurpose> for Purpose {
             KeyPurpose::TaskSigning => Self::TaskSigning,
             KeyPurpose::NodeCa => Self::NodeCa,
             KeyPurpose::ServiceTokens => Self::ServiceTokens,
+            KeyPurpose::MemberMessages => Self::MemberMessages,
         }
     }
 }

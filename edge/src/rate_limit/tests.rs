@@ -70,7 +70,7 @@ impl Remote for Bus {
         async move {
             self.0.asked.fetch_add(1, Ordering::SeqCst);
             match self.0.owner.get() {
-                Some(owner) if !self.0.cut.load(Ordering::SeqCst) => Ok(owner.serve(&payload).await),
+                Some(owner) if !self.0.cut.load(Ordering::SeqCst) => Ok(owner.serve(&payload, Duration::ZERO).await),
                 // Silence, as of a member that was stopped.
                 Some(_) => std::future::pending().await,
                 None => Err(RemoteError::NoResponders),

@@ -120,19 +120,66 @@ impl Reads {
         .fetch_all(&self.pool)
         .await
         .doing("reading orphaned events")?;
-        let mut orphans = Orphans::default();
-        for row in &rows {
-            match outbox_row(row) {
-                Ok(row) => orphans.rows.push(row),
-                Err(error) => {
-                    let id = EventId(row.try_get("id").doing("reading orphaned events")?);
-                    tracing::warn!(event.id = %id, %error, "an event in the outbox cannot be read by this release");
-                    orphans.foreign.push(id);
-                }
+        read_rows(&rows, "reading orphaned events")
+    }
+}
+
+/// How far the events of a shard were read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutboxCursor {
+    pub shard: Shard,
+    pub epoch: Epoch,
+    pub seq: i64,
+}
+
+impl OutboxCursor {
+    /// Before every event of the shard.
+    #[must_use]
+    pub const fn start(shard: Shard) -> Self {
+        Self { shard, epoch: Epoch(i64::MIN), seq: i64::MIN }
+    }
+}
+
+impl Reads {
+    /// The unsettled events after these places, in the order of each shard's commits, at most `each` of a shard. Within a shard none is
+    /// committed later before one that was read: a cursor misses nothing.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn events_after(&self, cursors: &[OutboxCursor], each: u32) -> Result<Orphans, StoreError> {
+        const DOING: &str = "reading committed events";
+        let rows = sqlx::query(
+            "SELECT row.* FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS mine (shard, epoch, seq)
+             CROSS JOIN LATERAL (
+                 SELECT id, shard, epoch, seq, event::text, correlation_id, traceparent, tracestate, created_at FROM outbox
+                 WHERE outbox.shard = mine.shard AND (outbox.epoch, outbox.seq) > (mine.epoch, mine.seq)
+                 ORDER BY epoch, seq LIMIT $4
+             ) AS row",
+        )
+        .bind(cursors.iter().map(|at| i16::from(at.shard.0)).collect::<Vec<_>>())
+        .bind(cursors.iter().map(|at| at.epoch.0).collect::<Vec<_>>())
+        .bind(cursors.iter().map(|at| at.seq).collect::<Vec<_>>())
+        .bind(i64::from(each))
+        .fetch_all(&self.pool)
+        .await
+        .doing(DOING)?;
+        read_rows(&rows, DOING)
+    }
+}
+
+fn read_rows(rows: &[PgRow], doing: &'static str) -> Result<Orphans, StoreError> {
+    let mut orphans = Orphans::default();
+    for row in rows {
+        match outbox_row(row) {
+            Ok(row) => orphans.rows.push(row),
+            Err(error) => {
+                let id = EventId(row.try_get("id").doing(doing)?);
+                tracing::warn!(event.id = %id, %error, "an event in the outbox cannot be read by this release");
+                orphans.foreign.push(id);
             }
         }
-        Ok(orphans)
     }
+    Ok(orphans)
 }
 
 fn numbers(shards: &[Shard]) -> Vec<i16> {

@@ -1,54 +1,50 @@
-//! The links between members: commands for shards, wakes for parked polls, beats, and questions to all.
+//! The links between members: wakes for parked polls, heartbeats, events, notifications and terminals. Commands for shards are in
+//! [`super::requests`]. Everything that a member sends is authenticated ([`super::authentication`]); terminals' messages are sealed.
 
-use actors::Directory;
-use actors::ports::{Remote, RemoteError};
-use anyhow::Context;
-use async_nats::client::RequestErrorKind;
-use async_nats::{Client, ConnectOptions, Request, Subject};
-use domain::{MemberId, NodeId, Shard, TerminalSessionId};
+use super::View;
+use super::authentication::{Believed, HEADER, MemberAuthenticator, Message, Purpose};
+use super::nats::inbox_of;
+use super::requests::Requests;
+use async_nats::{Client, HeaderMap, Request, Subject};
+use domain::{MemberId, NodeId, TerminalSessionId};
 use edge::notifications;
 use edge::terminal::relay;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use futures::{FutureExt, StreamExt};
-use secrecy::{ExposeSecret, SecretString};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
-
-/// Commands from other members that are served at once, in one shard. More wait in the subscription, and above its bound NATS drops
-/// them, which the asker sees as silence.
-const AT_ONCE: usize = 256;
-
-/// The header that names the sender.
-const FROM: &str = "gpuaas-member";
+use tokio::sync::Notify;
 
 const NODE_WAKE: &str = "gpuaas.node.wake";
 const NODE_CLOSE: &str = "gpuaas.node.close";
 const TERMINAL_WAKE: &str = "gpuaas.terminal.wake";
+const PROVIDER_KEYS: &str = "gpuaas.identity.keys";
 
 /// How long a replica that has a terminal's stream may take to say so.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long a word may take to leave.
-const SAID_WITHIN: Duration = Duration::from_millis(100);
+/// A look at the books that is no older is not repeated for an owner that did not answer.
+const READ_JUST_NOW: Duration = Duration::from_millis(50);
 
-/// Whether [`Bus::connect`] can use this URL.
-///
-/// # Errors
-/// Says what is wrong with it, without quoting it: it may hold a password.
-pub fn check_url(url: &str) -> anyhow::Result<()> {
-    url::Parts::parse(url).map(|_| ())
-}
+/// How long a notice may take to leave.
+const SENT_WITHIN: Duration = Duration::from_millis(100);
 
-/// What a member says to the others.
+/// What a member sends to the others.
 #[derive(Clone)]
 pub struct Bus {
     client: Client,
-    name: String,
+    /// What the subjects of this member's own begin with.
+    inbox: String,
+    pub(super) members: Arc<MemberAuthenticator>,
+    pub(super) view: Arc<View>,
+    pub(super) requests: Arc<Requests>,
+    /// Notified when the books should be read now.
+    look: Arc<Notify>,
 }
+
+/// A message to all members, with its sender where it carries one.
+pub type Notice = (Option<MemberId>, async_nats::Message);
 
 /// Something is to be done about a node or a terminal session on every replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,36 +55,18 @@ pub enum Nudge {
 }
 
 impl Bus {
-    /// Connects in the background: the control plane serves without NATS what it can.
-    ///
-    /// # Errors
-    /// Where the URL or the CA file is unusable.
-    pub async fn connect(url: &SecretString, ca: Option<&Path>, name: &str) -> anyhow::Result<Self> {
-        let url = url::Parts::parse(url.expose_secret())?;
-        let mut options = ConnectOptions::new()
-            .name(name)
-            // Answers come to inboxes of this member's own: its credentials admit no others.
-            .custom_inbox_prefix(format!("_INBOX.{name}"))
-            .retry_on_initial_connect()
-            .ping_interval(Duration::from_secs(2))
-            .connection_timeout(Duration::from_secs(3))
-            .request_timeout(Some(Duration::from_secs(10)))
-            .reconnect_delay_callback(|attempt| Duration::from_millis((50 << attempt.min(5)).min(1000)))
-            .event_callback(|event| async move {
-                match event {
-                    async_nats::Event::Connected => tracing::info!("connected to NATS"),
-                    async_nats::Event::Disconnected => tracing::warn!("lost the connection to NATS"),
-                    other => tracing::warn!(event = %other, "NATS: {other}"),
-                }
-            });
-        if let (Some(user), Some(password)) = (url.user, url.password) {
-            options = options.user_and_password(user, password);
-        }
-        if let Some(ca) = ca {
-            options = options.add_root_certificates(ca.to_owned()).require_tls(true);
-        }
-        let client = options.connect(url.server).await.context("NATS: the options are unusable")?;
-        Ok(Self { client, name: name.to_owned() })
+    /// Over the connection of the member `name`.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        name: &str,
+        members: Arc<MemberAuthenticator>,
+        view: Arc<View>,
+        look: Arc<Notify>,
+    ) -> Self {
+        let inbox = inbox_of(name);
+        let prefix = format!("{inbox}.answers.{}", view.me.id.0.simple());
+        Self { client, inbox, members, view, requests: Arc::new(Requests::new(prefix)), look }
     }
 
     #[must_use]
@@ -101,16 +79,96 @@ impl Bus {
         self.client.connection_state() == async_nats::connection::State::Connected
     }
 
-    /// Tells the other replicas.
+    /// A subject for answers that only this process's credentials admit.
+    pub(super) fn new_inbox(&self) -> String {
+        self.client.new_inbox()
+    }
+
+    /// Adds this member's stamp. The answer is bound to what is returned; `None` where there is no key.
+    pub(super) fn stamp(
+        &self,
+        message: &Message<'_>,
+        recipient: Option<MemberId>,
+        headers: &mut HeaderMap,
+    ) -> Option<[u8; 32]> {
+        let (stamp, tag) = self.members.stamp(message, recipient)?;
+        headers.insert(HEADER, stamp);
+        Some(tag)
+    }
+
+    /// The sender of a message; `None` where it is not believed to be a member's.
+    pub(super) fn believed(&self, purpose: Purpose, message: &async_nats::Message) -> Option<Believed> {
+        let reply = match purpose {
+            Purpose::Request => message.reply.as_deref(),
+            // JetStream puts a subject for the acknowledgement there.
+            Purpose::Answer { .. } | Purpose::Notice | Purpose::Event => None,
+        };
+        let checked = Message { purpose, subject: &message.subject, reply, payload: &message.payload };
+        let header = message.headers.as_ref().and_then(|headers| headers.get(HEADER)).map(|value| value.as_str());
+        self.members.check(&checked, header).ok()
+    }
+
+    pub(super) fn is_believed(&self, purpose: Purpose, message: &async_nats::Message) -> bool {
+        self.believed(purpose, message).is_some()
+    }
+
+    /// Adds this member's stamp to an event that is to be published on `subject`.
+    pub fn stamp_event(&self, subject: &str, payload: &str, headers: &mut HeaderMap) {
+        let event = Message { purpose: Purpose::Event, subject, reply: None, payload: payload.as_bytes() };
+        self.stamp(&event, None, headers);
+    }
+
+    /// Whether a member published the event.
+    #[must_use]
+    pub fn is_members_event(&self, message: &async_nats::Message) -> bool {
+        self.is_believed(Purpose::Event, message)
+    }
+
+    /// Events on a subject as they are published, by members alone.
+    ///
+    /// # Errors
+    /// Where the connection is gone for good.
+    pub async fn events(&self, subject: &'static str) -> anyhow::Result<BoxStream<'static, ()>> {
+        let (bus, events) = (self.clone(), self.client.subscribe(subject).await?);
+        Ok(events.filter_map(move |message| std::future::ready(bus.is_members_event(&message).then_some(()))).boxed())
+    }
+
+    /// What members send to all on a subject, with the sender where the message carries it.
+    ///
+    /// # Errors
+    /// Where the connection is gone for good.
+    pub async fn notices(&self, subject: impl Into<Subject>) -> anyhow::Result<BoxStream<'static, Notice>> {
+        let (bus, messages) = (self.clone(), self.client.subscribe(subject.into()).await?);
+        let believed = move |message: async_nats::Message| {
+            let sender = bus.believed(Purpose::Notice, &message).map(|believed| match believed {
+                Believed::Stamped(stamp) => Some(stamp.sender),
+                Believed::OfEarlierRelease => None,
+            });
+            std::future::ready(sender.map(|sender| (sender, message)))
+        };
+        Ok(messages.filter_map(believed).boxed())
+    }
+
+    /// Keeps of members that are gone only what is needed to refuse what they sent. To be called now and then.
+    pub fn shrink(&self) {
+        self.members.shrink();
+    }
+
+    /// Another process than the one that was asked owns the shard, or none: the books say which, unless they were read just now.
+    pub(super) fn look(&self) {
+        if self.view.is_older_than(READ_JUST_NOW) {
+            self.look.notify_one();
+        }
+    }
+
+    /// Notifies the other replicas.
     pub async fn nudge(&self, nudge: Nudge) {
         let (subject, id) = match nudge {
             Nudge::Wake(node) => (NODE_WAKE, node.0),
             Nudge::Close(node) => (NODE_CLOSE, node.0),
             Nudge::Terminal(session) => (TERMINAL_WAKE, session.0),
         };
-        let mut headers = async_nats::HeaderMap::new();
-        headers.insert(FROM, self.name.as_str());
-        self.say_with(subject, headers, id.as_bytes().to_vec()).await;
+        self.notify(subject, None, HeaderMap::new(), id.as_bytes().to_vec()).await;
     }
 
     /// What the other replicas nudge.
@@ -118,13 +176,13 @@ impl Bus {
     /// # Errors
     /// Where the connection is gone for good.
     pub async fn on_nudges(&self, act: impl Fn(Nudge)) -> anyhow::Result<()> {
-        let of_nodes = self.client.subscribe("gpuaas.node.*").await?;
-        let of_terminals = self.client.subscribe(TERMINAL_WAKE).await?;
+        let of_nodes = self.notices("gpuaas.node.*").await?;
+        let of_terminals = self.notices(TERMINAL_WAKE).await?;
         let mut messages = futures::stream::select(of_nodes, of_terminals);
-        while let Some(message) = messages.next().await {
+        while let Some((sender, message)) = messages.next().await {
             let Ok(id) = uuid::Uuid::from_slice(&message.payload) else { continue };
-            // What this one said itself it has done already.
-            if message.headers.as_ref().and_then(|it| it.get(FROM)).is_some_and(|from| from.as_str() == self.name) {
+            // What this one sent itself it has done already.
+            if sender == Some(self.view.me.id) {
                 continue;
             }
             match message.subject.as_str() {
@@ -137,136 +195,70 @@ impl Bus {
         anyhow::bail!("the subscription ended")
     }
 
-    /// Tells all members to fetch the identity provider's keys.
+    /// Notifies all members to fetch the identity provider's keys.
     pub async fn provider_keys_changed(&self) {
-        self.say("gpuaas.identity.keys", Vec::new()).await;
+        self.notify(PROVIDER_KEYS, None, HeaderMap::new(), Vec::new()).await;
     }
 
-    /// Hears that. This member hears itself, too.
+    /// Acts on that. This member receives its own notice, too.
     ///
     /// # Errors
     /// Where the connection is gone for good.
     pub async fn on_provider_keys_changed(&self, act: impl Fn()) -> anyhow::Result<()> {
-        let mut messages = self.client.subscribe("gpuaas.identity.keys").await?;
+        let mut messages = self.notices(PROVIDER_KEYS).await?;
         while messages.next().await.is_some() {
             act();
         }
         anyhow::bail!("the subscription ended")
     }
 
-    pub(super) async fn say(&self, subject: &'static str, payload: Vec<u8>) {
-        self.say_with(subject, async_nats::HeaderMap::new(), payload).await;
-    }
-
-    async fn say_with(&self, subject: impl Into<Subject>, headers: async_nats::HeaderMap, payload: Vec<u8>) {
+    /// Whether it left. Best effort by nature: a member that must know reads Postgres.
+    pub async fn notify(
+        &self,
+        subject: impl Into<Subject>,
+        recipient: Option<MemberId>,
+        mut headers: HeaderMap,
+        payload: Vec<u8>,
+    ) -> bool {
         let subject = subject.into();
-        // Best effort by nature: who must know reads Postgres. While there is no connection the client would keep what is said, and
-        // at last keep us waiting.
+        // While there is no connection the client would store the message, and at last make the caller wait.
         if !self.is_connected() {
-            return;
+            return false;
         }
-        let said = tokio::time::timeout(
-            SAID_WITHIN,
+        let message = Message { purpose: Purpose::Notice, subject: &subject, reply: None, payload: &payload };
+        self.stamp(&message, recipient, &mut headers);
+        let sent = tokio::time::timeout(
+            SENT_WITHIN,
             self.client.publish_with_headers(subject.clone(), headers, payload.into()),
         );
-        if !matches!(said.await, Ok(Ok(()))) {
+        let left = matches!(sent.await, Ok(Ok(())));
+        if !left {
             tracing::debug!(%subject, "could not publish");
         }
+        left
     }
 
     /// Says over NATS that `member` lives.
     pub async fn beat(&self, member: MemberId) {
-        self.say("gpuaas.cluster.beat", member.0.as_bytes().to_vec()).await;
+        self.notify("gpuaas.cluster.beat", None, HeaderMap::new(), member.0.as_bytes().to_vec()).await;
     }
 
-    /// Tells the others to read the shard table now instead of at their next turn.
+    /// Notifies the others to read the shard table now instead of at their next turn.
     pub async fn ownership_changed(&self) {
-        self.say("gpuaas.cluster.changed", Vec::new()).await;
+        self.notify("gpuaas.cluster.changed", None, HeaderMap::new(), Vec::new()).await;
     }
 
-    /// Tells `heir` what the rate limits of its coming shards have counted.
+    /// Hands to `heir` what the rate limits of its coming shards have counted.
     pub async fn hand_cells(&self, heir: MemberId, cells: Vec<u8>) {
-        self.say_with(cells_of(heir), async_nats::HeaderMap::new(), cells).await;
+        self.notify(cells_of(heir), Some(heir), HeaderMap::new(), cells).await;
     }
 
-    /// What others tell this member so.
+    /// What others hand to this member so.
     ///
     /// # Errors
     /// Where the connection is gone for good.
-    pub async fn cells_for(&self, me: MemberId) -> anyhow::Result<async_nats::Subscriber> {
-        Ok(self.client.subscribe(cells_of(me)).await?)
-    }
-
-    /// Serves commands for `shard` until `until`, and then those that were sent before that was known. Where it ends before, `until` is
-    /// cancelled.
-    pub fn serve_shard(&self, shard: Shard, directory: Directory, until: CancellationToken) {
-        let client = self.client.clone();
-        let places = Arc::new(Semaphore::new(AT_ONCE));
-        // Subscribed in a task of its own: without a connection this waits, and nothing else must.
-        tokio::spawn(async move {
-            // However it ends: it is seen by that token, and begun again.
-            let _over = until.clone().drop_guard();
-            let subscribed = tokio::select! {
-                () = until.cancelled() => return,
-                subscribed = client.subscribe(subject_of(shard)) => subscribed,
-            };
-            let mut commands = match subscribed {
-                Ok(commands) => commands,
-                Err(error) => {
-                    return tracing::warn!(%error, %shard, "commands for the shard cannot be heard; trying again");
-                }
-            };
-            let mut draining = false;
-            loop {
-                let message = tokio::select! {
-                    () = until.cancelled(), if !draining => {
-                        draining = true;
-                        if commands.drain().await.is_err() {
-                            break;
-                        }
-                        continue;
-                    }
-                    message = commands.next() => message,
-                };
-                let (Some(message), Ok(place)) = (message, Arc::clone(&places).acquire_owned().await) else { break };
-                let Some(reply) = message.reply else { continue };
-                let (client, directory) = (client.clone(), directory.clone());
-                tokio::spawn(async move {
-                    let answer = directory.serve(&message.payload).await;
-                    if let Err(error) = client.publish(reply, answer.into()).await {
-                        tracing::warn!(%error, "an answer could not be sent; the asker will ask again");
-                    }
-                    drop(place);
-                });
-            }
-        });
-    }
-}
-
-impl Remote for Bus {
-    fn request(
-        &self,
-        shard: Shard,
-        payload: Vec<u8>,
-        timeout: Duration,
-    ) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
-        async move {
-            if !self.is_connected() {
-                return Err(RemoteError::Unreachable("there is no connection to NATS".to_owned()));
-            }
-            let request = Request::new().payload(payload.into()).timeout(Some(timeout));
-            match self.client.send_request(subject_of(shard), request).await {
-                Ok(message) => Ok(message.payload.to_vec()),
-                Err(error) => Err(match error.kind() {
-                    RequestErrorKind::NoResponders => RemoteError::NoResponders,
-                    RequestErrorKind::TimedOut => RemoteError::TimedOut,
-                    RequestErrorKind::InvalidSubject
-                    | RequestErrorKind::MaxPayloadExceeded
-                    | RequestErrorKind::Other => RemoteError::Unreachable(error.to_string()),
-                }),
-            }
-        }
-        .boxed()
+    pub async fn cells_for(&self, me: MemberId) -> anyhow::Result<BoxStream<'static, Notice>> {
+        self.notices(cells_of(me)).await
     }
 }
 
@@ -303,7 +295,7 @@ impl relay::Bus for Bus {
     }
 
     fn inbox(&self, name: &str) -> String {
-        format!("_INBOX.{}.{name}", self.name)
+        format!("{}.{name}", self.inbox)
     }
 }
 
@@ -314,10 +306,10 @@ impl notifications::Bus for Bus {
             if !self.is_connected() {
                 return None;
             }
-            let messages = self.client.subscribe(subject).await.ok()?;
+            let messages = self.notices(subject).await.ok()?;
             // Whoever is told that they listen does so: the server knows of it.
             self.client.flush().await.ok()?;
-            Some(messages.map(|message| message.payload.to_vec()).boxed())
+            Some(messages.map(|(_, message)| message.payload.to_vec()).boxed())
         }
         .boxed()
     }
@@ -325,55 +317,4 @@ impl notifications::Bus for Bus {
 
 fn cells_of(member: MemberId) -> String {
     format!("gpuaas.cells.{member}")
-}
-
-fn subject_of(shard: Shard) -> String {
-    format!("gpuaas.shard.{shard}")
-}
-
-/// A NATS URL, apart: the client takes credentials by themselves, and they must not end in its log.
-mod url {
-    use anyhow::Context;
-
-    pub(super) struct Parts {
-        pub(super) server: String,
-        pub(super) user: Option<String>,
-        pub(super) password: Option<String>,
-    }
-
-    impl Parts {
-        pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
-            let mut url = reqwest::Url::parse(text)
-                .context("SVC_NATS_URL is no URL; it must look like tls://user:password@nats.example:4222")?;
-            if !["tls", "nats"].contains(&url.scheme()) || !url.has_host() {
-                anyhow::bail!("SVC_NATS_URL must begin with tls:// or nats:// and name a host");
-            }
-            let user = Some(url.username()).filter(|user| !user.is_empty()).map(decoded).transpose()?;
-            let password = url.password().map(decoded).transpose()?;
-            if url.set_username("").is_err() || url.set_password(None).is_err() {
-                anyhow::bail!("SVC_NATS_URL must begin with tls:// or nats:// and name a host");
-            }
-            Ok(Self { server: url.to_string(), user, password })
-        }
-    }
-
-    /// A URL carries what it must not hold by itself as `%XX`.
-    fn decoded(part: &str) -> anyhow::Result<String> {
-        let text = percent_encoding::percent_decode_str(part).decode_utf8();
-        Ok(text.context("SVC_NATS_URL holds credentials that are no UTF-8")?.into_owned())
-    }
-
-    #[cfg(test)]
-    mod tests {
-        use super::*;
-
-        #[test]
-        fn credentials_are_taken_out_of_the_url_as_they_were_meant() -> anyhow::Result<()> {
-            let parts = Parts::parse("tls://replica%2D1:a%40b%3A%2Fc@nats.example:4222")?;
-            assert_eq!(parts.server, "tls://nats.example:4222");
-            assert_eq!((parts.user.as_deref(), parts.password.as_deref()), (Some("replica-1"), Some("a@b:/c")));
-            assert!(Parts::parse("tls://a:%FF@nats.example").is_err());
-            Ok(())
-        }
-    }
 }

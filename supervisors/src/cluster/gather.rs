@@ -1,7 +1,10 @@
 //! Questions to every member at once, for what an operator wants to see of the whole cluster from any replica.
 
 use super::View;
+use super::authentication::{Believed, Message, Purpose};
 use super::bus::Bus;
+use super::requests::Received;
+use async_nats::HeaderMap;
 use domain::MemberId;
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
@@ -38,13 +41,21 @@ pub async fn ask_all<Q: Serialize, A: Serialize + DeserializeOwned>(
     let mut answers = BTreeMap::from([(view.me.id, own)]);
     if !missing.is_empty() && bus.is_connected() {
         let collected = tokio::time::timeout(PATIENCE, async {
-            let inbox = bus.client().new_inbox();
+            let inbox = bus.new_inbox();
             let mut replies = bus.client().subscribe(inbox.clone()).await?;
             let payload = serde_json::to_vec(question)?;
-            bus.client().publish_with_reply(SUBJECT, inbox, payload.into()).await?;
+            let (mut headers, reply) = (HeaderMap::new(), Some(inbox.as_str()));
+            let asked = Message { purpose: Purpose::Request, subject: SUBJECT, reply, payload: &payload };
+            let to = bus.stamp(&asked, None, &mut headers).unwrap_or_default();
+            bus.client().publish_with_reply_and_headers(SUBJECT, inbox, headers, payload.into()).await?;
             while !missing.is_empty() {
                 let Some(reply) = replies.next().await else { break };
+                let Some(believed) = bus.believed(Purpose::Answer { to }, &reply) else { continue };
                 if let Ok(part) = serde_json::from_slice::<Part<A>>(&reply.payload) {
+                    // No member answers for another.
+                    if matches!(believed, Believed::Stamped(stamp) if stamp.sender != part.member) {
+                        continue;
+                    }
                     missing.retain(|id| *id != part.member);
                     answers.insert(part.member, part.answer);
                 }
@@ -69,12 +80,11 @@ where
 {
     let mut questions = bus.client().subscribe(SUBJECT).await?;
     while let Some(message) = questions.next().await {
+        let Some(believed) = bus.believed(Purpose::Request, &message) else { continue };
         let (Some(inbox), Ok(question)) = (message.reply, serde_json::from_slice(&message.payload)) else { continue };
         let part = Part { member: view.me.id, answer: answer(question) };
         let Ok(payload) = serde_json::to_vec(&part) else { continue };
-        if let Err(error) = bus.client().publish(inbox, payload.into()).await {
-            tracing::warn!(%error, "an answer could not be sent");
-        }
+        bus.answer(&Received { believed, reply: inbox.to_string(), payload: Vec::new() }, payload).await;
     }
     anyhow::bail!("the subscription ended")
 }

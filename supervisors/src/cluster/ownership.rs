@@ -3,12 +3,13 @@
 use super::assignment::assign;
 use super::bus::Bus;
 use super::hearing::{HEARD_WITHIN, Hearing, Standing, is_cut_off};
-use super::{BEAT, PROMPT, SILENCE, View};
+use super::{BEAT, PROMPT, SILENCE, View, has_role};
+use crate::config::Role;
 use actors::place::shard_of;
 use actors::ports::Term;
 use actors::{Directory, Host};
 use domain::commit::Epoch;
-use domain::{MemberId, Shard};
+use domain::{MemberId, Shard, Timestamp};
 use futures::StreamExt;
 use persistence::Cluster;
 use persistence::cluster::{Heard, Member, Ownership};
@@ -80,7 +81,10 @@ impl Owner {
         turn.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         for n in 0_u64.. {
             turn.tick().await;
-            self.bus.beat(self.view.me.id).await;
+            // Before its first heartbeat in Postgres nobody believes what it sends to all.
+            if self.view.clock.shared().is_some() {
+                self.bus.beat(self.view.me.id).await;
+            }
             if !self.view.is_fresh() {
                 self.stop_serving_all();
             }
@@ -88,7 +92,9 @@ impl Owner {
                 let before = Instant::now();
                 let first = self.view.seen().renewed_at.is_none();
                 match tokio::time::timeout(SILENCE, self.renew(first)).await {
-                    Ok(Ok(())) => {
+                    Ok(Ok(postgres)) => {
+                        self.view.clock.measure(before, postgres);
+                        self.view.clock.warn();
                         // The first time the others know of this member: it can take its share now.
                         if first {
                             self.look.notify_one();
@@ -103,7 +109,8 @@ impl Owner {
         Ok(())
     }
 
-    async fn renew(&self, first: bool) -> Result<(), persistence::StoreError> {
+    /// Postgres' time at the renewal.
+    async fn renew(&self, first: bool) -> Result<Timestamp, persistence::StoreError> {
         let me = self.as_it_stands();
         if first { self.cluster.join(&me).await } else { self.cluster.beat(&me).await }
     }
@@ -117,6 +124,7 @@ impl Owner {
             me.details["hears"] = serde_json::json!(heard);
         }
         me.details["cut_off"] = seen.cut_off.into();
+        me.details["clock_offset_ms"] = self.view.clock.offset().map(|offset| offset.ahead.num_milliseconds()).into();
         me
     }
 
@@ -125,15 +133,17 @@ impl Owner {
     /// # Errors
     /// Where the subscription ends.
     pub async fn listen(&self) -> anyhow::Result<()> {
-        let words = self.bus.client().subscribe("gpuaas.cluster.*").await?;
+        let words = self.bus.notices("gpuaas.cluster.*").await?;
         let cells = self.bus.cells_for(self.view.me.id).await?;
         let mut words = futures::stream::select(words, cells);
-        while let Some(word) = words.next().await {
+        while let Some((sender, word)) = words.next().await {
             match word.subject.as_str() {
                 "gpuaas.cluster.beat" => {
-                    if let Ok(id) = uuid::Uuid::from_slice(&word.payload) {
+                    let named = uuid::Uuid::from_slice(&word.payload).ok().map(MemberId);
+                    // No member says of another that it lives.
+                    if let Some(member) = named.filter(|named| sender.is_none_or(|sender| sender == *named)) {
                         self.view.note(|seen| {
-                            seen.heard.insert(MemberId(id), Instant::now());
+                            seen.heard.insert(member, Instant::now());
                         });
                     }
                 }
@@ -163,11 +173,8 @@ impl Owner {
         let shards = self.cluster.shards().await?;
         let living = self.cluster.living(SILENCE).await?;
         let now = Instant::now();
-        self.view.note(|seen| {
-            seen.read(now);
-            seen.heard.retain(|_, at| now.duration_since(*at) < HEARD_WITHIN * 5);
-            (seen.living, seen.shards) = (living.clone(), shards.clone());
-        });
+        self.view.learn(&living, &shards, now);
+        self.bus.shrink();
         if !self.takes_shards {
             return Ok(());
         }
@@ -366,7 +373,7 @@ fn owners(living: &[Heard]) -> Vec<MemberId> {
 
 /// Whether a member runs entities, by what it says of itself.
 fn runs_entities(member: &Member) -> bool {
-    member.details["roles"].as_array().is_some_and(|roles| roles.iter().any(|role| role == "entities"))
+    has_role(member, Role::Entities)
 }
 
 /// Whom each member hears, as far as it has said.

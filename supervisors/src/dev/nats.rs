@@ -13,6 +13,7 @@ use super::files;
 use super::kept::Kept;
 use super::pki::Authority;
 use super::process::{ChildProcess, Launch, tail};
+use crate::cluster::permissions::Permissions;
 
 const OLDEST: [u32; 2] = [2, 10];
 const STARTS_WITHIN: Duration = Duration::from_secs(20);
@@ -23,27 +24,17 @@ const STOPS_WITHIN: Duration = Duration::from_secs(10);
 pub struct NatsUser {
     pub name: String,
     pub password: SecretString,
-    pub publish: Vec<String>,
-    pub subscribe: Vec<String>,
+    pub permissions: Permissions,
 }
 
 impl NatsUser {
     /// May do everything: the operator, and tests that look at everything.
     pub fn operator(name: &str) -> Self {
-        Self::limited(name, [">"], [">"])
+        Self::limited(name, Permissions::everything())
     }
 
-    pub fn limited<S: Into<String>>(
-        name: &str,
-        publish: impl IntoIterator<Item = S>,
-        subscribe: impl IntoIterator<Item = S>,
-    ) -> Self {
-        Self {
-            name: name.to_owned(),
-            password: files::random_hex(24).into(),
-            publish: publish.into_iter().map(Into::into).collect(),
-            subscribe: subscribe.into_iter().map(Into::into).collect(),
-        }
+    pub fn limited(name: &str, permissions: Permissions) -> Self {
+        Self { name: name.to_owned(), password: files::random_hex(24).into(), permissions }
     }
 }
 
@@ -198,7 +189,7 @@ impl Nats {
                 json!({
                     "user": user.name,
                     "password": user.password.expose_secret(),
-                    "permissions": { "publish": { "allow": user.publish }, "subscribe": { "allow": user.subscribe } },
+                    "permissions": user.permissions.as_config(),
                 })
             })
             .collect();
@@ -245,7 +236,9 @@ mod tests {
 
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
-        let users = vec![NatsUser::operator("operator"), NatsUser::limited("member", ["own.>"], ["own.>"])];
+        let own = || ["own.>".to_owned()].into();
+        let own = || Permissions { publish: own(), subscribe: own() };
+        let users = vec![NatsUser::operator("operator"), NatsUser::limited("member", own())];
         let mut nats = Nats::start(dir.path(), &authority, users).await.unwrap();
         let operator = nats.connect("operator").await.unwrap();
         let mut seen = operator.subscribe(">").await.unwrap();

@@ -1,5 +1,6 @@
 //! Control-plane replicas: `gpuaas serve` as child processes, told what to do by `SVC_…` variables alone.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -12,32 +13,16 @@ use super::kept::Kept;
 use super::nats::NatsUser;
 use super::pki::ServerCertificate;
 use super::process::{ChildProcess, Launch, free_port};
+use crate::cluster::permissions;
+use crate::config::Role;
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
 /// A replica drains its listeners, polls, shards and outbox before it ends.
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
-/// What members of the cluster say to each other, and the events that they publish.
-const MEMBER_SUBJECTS: [&str; 11] = [
-    "gpuaas.>",
-    "audit.head.*",
-    "provisioning.>",
-    "node.>",
-    "sku.>",
-    "task.>",
-    "billing.>",
-    "terminal.>",
-    "policy.>",
-    "notify.>",
-    "notification.>",
-];
-
-/// The NATS user of a member. Its inbox is its own (`_INBOX.NAME.>`): no other member can listen to the answers it gets.
-pub fn member(name: &str) -> NatsUser {
-    let subjects = || MEMBER_SUBJECTS.iter().map(|subject| (*subject).to_owned());
-    let publish = subjects().chain(["$JS.API.>", "$JS.ACK.>", "_INBOX.>"].map(str::to_owned));
-    let subscribe = subjects().chain([format!("_INBOX.{name}.>")]);
-    NatsUser::limited(name, publish, subscribe)
+/// The NATS user of a member with these roles.
+pub fn member(name: &str, roles: &BTreeSet<Role>) -> NatsUser {
+    NatsUser::limited(name, permissions::of(name, roles))
 }
 
 /// What all replicas of one environment share.

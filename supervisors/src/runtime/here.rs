@@ -74,6 +74,7 @@ impl Operations {
             mailbox_depth: shards.iter().map(|shard| shard.mailbox_depth as u64).sum(),
             key_sets: self.keys.load().versions(),
             seals_with: self.seals_with.clone(),
+            clock_offset_ms: self.view.clock.offset().map(|offset| offset.ahead.num_milliseconds()),
         };
         let shown = |row: &EntityRow| row.status != EntityStatus::Awake || wanted.contains(&row.id);
         Part { node, entities: all.into_iter().filter(shown).collect() }
@@ -133,11 +134,13 @@ impl Operations {
             parked_polls: self.polls.nodes(),
             nats_connected: self.bus.is_connected(),
             lease_fresh: self.view.is_fresh(),
+            clock_offset: self.view.clock.offset().map(|offset| offset.ahead.as_seconds_f64()),
+            role_members: self.view.role_members(),
         }
     }
 
     pub(super) fn stats(&self) -> Stats {
-        let Moment { lives, pool_open, pool_idle, parked_polls, nats_connected, lease_fresh } = self.moment();
+        let Moment { lives, pool_open, pool_idle, parked_polls, nats_connected, lease_fresh, .. } = self.moment();
         let me = &self.view.me;
         let committer = self.committer.workers().into_iter().map(|worker| StatsCommitter {
             connected: worker.connected,

@@ -1,12 +1,15 @@
-//! Charges the billing accounts whose window has ended, or whose grace. The owner of a shard reads the deadline index, as
+//! Charges the billing accounts whose window has ended, or whose grace. The owner of a shard with this role, and for the shards of owners
+//! without it another member that has it, reads the deadline index, as
 //! [`super::timers`] does; but accounts come due by the thousand, so they are looked for in bulk, loaded in groups (`persistence::loader`)
 //! and asked many at a time, each through its own mailbox. What they post fills whole statements of the committer, behind what somebody
 //! waits for (`Asked::patient`). Whoever slept before sleeps again after.
 
 use super::pace::{self, Pacing};
 use super::timers::moved_on;
+use crate::cluster::View;
+use crate::config::Role;
 use actors::ports::World;
-use actors::{Asked, Host};
+use actors::{Asked, Directory};
 use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::billing_account::BillingAccount;
@@ -34,9 +37,13 @@ const IN_ONE_LOOK: u32 = 16_384;
 /// How long an account may take.
 const WITHIN: TimeDelta = TimeDelta::seconds(10);
 
+/// How long the owner of an account's shard is looked for. One that is not charged comes again.
+const SEEKS_FOR: TimeDelta = TimeDelta::milliseconds(500);
+
 /// Charges what is due.
 pub struct Accrual {
-    host: Arc<Host>,
+    directory: Directory,
+    view: Arc<View>,
     reads: Reads,
     world: Arc<dyn World>,
     permit: Permit,
@@ -48,7 +55,8 @@ impl Accrual {
     /// Where the registry has metrics of these names.
     pub fn register(
         registry: &Registry,
-        host: Arc<Host>,
+        directory: Directory,
+        view: Arc<View>,
         reads: Reads,
         world: Arc<dyn World>,
     ) -> anyhow::Result<Arc<Self>> {
@@ -59,7 +67,7 @@ impl Accrual {
         )?;
         registry.register(Box::new(late.clone()))?;
         let permit = authorize(&Principal::system("billing"), Action::Advance)?;
-        Ok(Arc::new(Self { host, reads, world, permit, late }))
+        Ok(Arc::new(Self { directory, view, reads, world, permit, late }))
     }
 
     /// Charges, turn by turn.
@@ -75,7 +83,9 @@ impl Accrual {
     }
 
     async fn look(self: Arc<Self>, passed_over: Vec<Uuid>) -> Vec<(Uuid, Due)> {
-        let shards: Vec<_> = self.host.terms().iter().map(|term| term.shard).collect();
+        let host = self.directory.host();
+        let mut shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
+        shards.extend(self.view.shards_without(Role::Billing));
         if shards.is_empty() {
             return Vec::new();
         }
@@ -90,18 +100,26 @@ impl Accrual {
 
     /// Whether it has moved on.
     async fn charge(self: Arc<Self>, due: Due) -> bool {
-        let was_awake = self.host.is_awake(due.entity);
+        let host = self.directory.host();
+        let was_awake = host.is_awake(due.entity);
         // What a window's end causes is followed by an id of its own.
         let correlation_id = format!("billing-{}", Uuid::now_v7());
         let span = error_span!("accrual", correlation_id, resource_name = %due.entity);
         let asked = Asked::new(&self.permit, correlation_id, self.world.now() + WITHIN).urgently().patiently();
-        let asking = self.host.ask::<BillingAccount>(due.entity.id, BillingAccount::tick(), asked);
-        let answer = asking.instrument(span.clone()).await;
+        let (id, tick) = (due.entity.id, BillingAccount::tick());
+        let answer = async {
+            if host.term(due.shard).is_some() {
+                return host.ask::<BillingAccount>(id, tick, asked).await;
+            }
+            // Its owner puts it to sleep again by itself.
+            self.directory.seeking_for(SEEKS_FOR).ask::<BillingAccount>(&self.permit, id, tick, asked).await
+        };
+        let answer = answer.instrument(span.clone()).await;
         if answer.as_ref().is_ok_and(|answered| answered.written) {
             self.late.observe((self.world.now() - due.wake_at).as_seconds_f64());
         }
         if !was_awake {
-            self.host.put_to_sleep(due.entity);
+            host.put_to_sleep(due.entity);
         }
         span.in_scope(|| moved_on(answer))
     }

@@ -6,8 +6,8 @@
 use crate::cluster::bus::Bus;
 use actors::Host;
 use anyhow::Context as _;
-use async_nats::jetstream;
 use async_nats::jetstream::stream::{Config, DiscardPolicy, LastRawMessageErrorKind, StorageType, Stream};
+use async_nats::{Client, jetstream};
 use chrono::Utc;
 use domain::Shard;
 use domain::commit::Epoch;
@@ -146,7 +146,7 @@ impl AuditSeal {
             return;
         }
         let asking = async {
-            let stream = open_archive(&self.bus).await?;
+            let stream = open_archive(self.bus.client()).await?;
             for (shard, epoch) in new {
                 if let Some(head) = last_head(&stream, shard).await? {
                     // A database that was restored from a backup has forgotten heads for a known reason: it began anew.
@@ -216,8 +216,8 @@ fn subject(shard: Shard) -> String {
 }
 
 /// The archive, made where it is missing. Neither a message nor the stream's content can be deleted through it.
-async fn open_archive(bus: &Bus) -> anyhow::Result<Stream> {
-    let mut context = jetstream::new(bus.client().clone());
+async fn open_archive(client: &Client) -> anyhow::Result<Stream> {
+    let mut context = jetstream::new(client.clone());
     context.set_timeout(ARCHIVED_WITHIN);
     let config = Config {
         name: ARCHIVE.to_owned(),
@@ -245,9 +245,9 @@ async fn last_head(stream: &Stream, shard: Shard) -> anyhow::Result<Option<Signe
 ///
 /// # Errors
 /// Where the archive cannot be read.
-pub async fn archived(bus: &Bus) -> anyhow::Result<(Vec<SignedHead>, u64)> {
+pub async fn archived(client: &Client) -> anyhow::Result<(Vec<SignedHead>, u64)> {
     use futures::StreamExt as _;
-    let mut stream = open_archive(bus).await?;
+    let mut stream = open_archive(client).await?;
     let expected = stream.info().await?.state.messages;
     let (mut heads, mut strange) = (Vec::new(), 0);
     if expected == 0 {

@@ -162,7 +162,7 @@ impl Keeper {
     /// # Errors
     /// Where the subscription ends.
     pub async fn listen(&self) -> anyhow::Result<()> {
-        let mut words = self.bus.client().subscribe(Event::TRUST_CHANGED).await?;
+        let mut words = self.bus.events(Event::TRUST_CHANGED).await?;
         // What was said before is not heard any more.
         self.changed.notify_one();
         while words.next().await.is_some() {

@@ -112,6 +112,9 @@ impl Notifier {
     }
 
     async fn addressed(&self, message: Message) -> (Message, anyhow::Result<Option<(Told, Vec<Word>)>>) {
+        if !self.bus.is_members_event(&message) {
+            return (message, Ok(None));
+        }
         let told: Told = match serde_json::from_slice(&message.payload) {
             Ok(told) => told,
             // A newer member's event: its own kind tells of it.
@@ -210,9 +213,8 @@ impl Notifier {
         };
         for Word { channel, data } in words {
             let said = encoded(&about, &channel, &data);
-            let sent = self.bus.client().publish_with_headers(channel.subject(), headers(message), said.into()).await;
-            if let Err(error) = sent {
-                tracing::warn!(%error, "a notification could not be said");
+            if !self.bus.notify(channel.subject(), None, headers(message), said.into_bytes()).await {
+                tracing::warn!("a notification could not be published");
                 return AckKind::Nak(Some(AGAIN_AFTER));
             }
         }

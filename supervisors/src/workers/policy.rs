@@ -56,7 +56,7 @@ pub async fn keep(here: Arc<Here>, reads: Reads, bus: Bus) -> anyhow::Result<()>
 /// # Errors
 /// Where the subscription ends.
 pub async fn listen(here: Arc<Here>, bus: Bus) -> anyhow::Result<()> {
-    let mut words = bus.client().subscribe("policy.invalidate.>").await?;
+    let mut words = bus.events("policy.invalidate.>").await?;
     // What was said before is not heard any more.
     here.policy_written.notify_one();
     while words.next().await.is_some() {

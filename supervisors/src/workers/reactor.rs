@@ -223,15 +223,18 @@ impl Reactor {
         let consumer: PullConsumer = stream_of.get_or_create_consumer(&name, config).await?;
         let messages =
             consumer.stream().max_messages_per_batch(AT_ONCE).heartbeat(Duration::from_secs(5)).messages().await?;
-        let mut working = messages.map(|message| async move { self.one(message?).await }).buffer_unordered(AT_ONCE);
+        let mut working =
+            messages.map(|message| async move { self.one(bus, message?).await }).buffer_unordered(AT_ONCE);
         while let Some(done) = working.next().await {
             done?;
         }
         anyhow::bail!("the consumer ended")
     }
 
-    async fn one(&self, message: Message) -> anyhow::Result<()> {
-        let acknowledge = match heard_in(&message) {
+    async fn one(&self, bus: &Bus, message: Message) -> anyhow::Result<()> {
+        // What no member has published, as far as this one can tell: where it is an event all the same, its row is found by the poll.
+        let heard = if bus.is_members_event(&message) { heard_in(&message) } else { None };
+        let acknowledge = match heard {
             // Not ours to understand: a newer member's event. Its outbox row keeps it safe.
             None => AckKind::Term,
             Some(heard) => match self.react(&heard).await {

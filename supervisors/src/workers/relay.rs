@@ -75,7 +75,7 @@ impl Relay {
                     // Without NATS the poll finds them, and carries them out.
                     let published = if self.bus.is_connected() { count } else { 0 };
                     for row in taken.drain(..).take(published) {
-                        publish(&context, row, &mut acknowledgements).await;
+                        publish(&self.bus, &context, row, &mut acknowledgements).await;
                     }
                 }
             }
@@ -91,9 +91,16 @@ async fn settle(outbox: Outbox, settled: Vec<EventId>) {
 }
 
 /// Sends one row; its place in `acknowledgements` ends when the broker has it, and names the row if it may go.
-async fn publish(context: &jetstream::Context, row: OutboxRow, acknowledgements: &mut JoinSet<Option<EventId>>) {
+async fn publish(
+    bus: &Bus,
+    context: &jetstream::Context,
+    row: OutboxRow,
+    acknowledgements: &mut JoinSet<Option<EventId>>,
+) {
     let (id, may_go) = (row.id, row.event.reaction() == Reaction::Nothing);
-    let sent = context.publish_with_headers(row.event.subject(), headers(&row), cloud_event(&row).into()).await;
+    let (mut headers, event) = (headers(&row), cloud_event(&row));
+    bus.stamp_event(row.event.subject(), &event, &mut headers);
+    let sent = context.publish_with_headers(row.event.subject(), headers, event.into()).await;
     let lost = move |error: &dyn std::fmt::Display, what: &str| {
         tracing::warn!(
             correlation_id = row.correlation_id, resource_name = %row.event.about(), event.id = %id, %error,

@@ -83,7 +83,7 @@ impl Rewrapper {
     /// # Errors
     /// Where the subscription ends.
     pub async fn listen(&self, bus: Bus) -> anyhow::Result<()> {
-        let mut words = bus.client().subscribe(Event::TRUST_CHANGED).await?;
+        let mut words = bus.events(Event::TRUST_CHANGED).await?;
         while words.next().await.is_some() {
             self.looked.notify_one();
         }

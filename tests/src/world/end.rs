@@ -35,6 +35,7 @@ impl World {
         self.expect_ledger_verifies().await;
         self.expect_no_secret_kept().await;
         self.stop().await;
+        self.expect_no_permission_missing();
         self.judge_logs();
         self.ended = true;
     }
@@ -84,6 +85,13 @@ impl World {
                 }
             }
         }
+    }
+
+    /// No member published or subscribed to what its roles do not permit.
+    fn expect_no_permission_missing(&self) {
+        let log = std::fs::read_to_string(self.nats.log()).unwrap_or_default();
+        let violations: Vec<_> = log.lines().filter(|line| line.contains("Violation")).collect();
+        assert!(violations.is_empty(), "NATS refused members: {violations:#?}");
     }
 
     async fn stop(&mut self) {

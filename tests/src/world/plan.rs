@@ -10,9 +10,10 @@ use futures::future::try_join_all;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use supervisors::config::{Role, parse_roles};
 use supervisors::dev::agents::AgentSettings;
 use supervisors::dev::balancer::Balancer;
 use supervisors::dev::files;
@@ -155,7 +156,9 @@ impl Plan {
         files::private_folder(&logs)?;
         let authority = Authority::create(&folder.join("pki"))?;
         let names: Vec<String> = (1..=self.replicas).map(|number| format!("replica-{number}")).collect();
-        let users = std::iter::once(NatsUser::operator(OPERATOR)).chain(names.iter().map(|name| replica::member(name)));
+        let members = names.iter().enumerate().map(|(index, name)| Ok(replica::member(name, &self.roles_of(index)?)));
+        let users = std::iter::once(Ok(NatsUser::operator(OPERATOR))).chain(members);
+        let users = users.collect::<anyhow::Result<Vec<_>>>()?;
         let clock = |wanted: bool, name: &str| wanted.then(|| Clock::new(&run.join(name))).transpose();
         let service_clock = clock(self.own_clocks.0, "service-clock")?;
         let postgres_clock = clock(self.own_clocks.1, "postgres-clock")?;
@@ -168,7 +171,7 @@ impl Plan {
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (postgres, nats, identity) = tokio::try_join!(
             Postgres::start_in(&postgres_folder, &authority, environment),
-            Nats::start(&nats_folder, &authority, users.collect()),
+            Nats::start(&nats_folder, &authority, users),
             IdentityProvider::start(),
         )?;
         let pool =
@@ -270,6 +273,17 @@ impl Plan {
             world.credit(&username, CREDIT).await;
         }
         Ok(world)
+    }
+}
+
+impl Plan {
+    /// As its process reads them.
+    fn roles_of(&self, replica: usize) -> anyhow::Result<BTreeSet<Role>> {
+        let own =
+            self.own_variables.iter().filter(|(index, ..)| *index == replica).map(|(_, name, value)| (name, value));
+        let all = self.variables.iter().map(|(name, value)| (name, value)).chain(own);
+        let named = all.filter(|(name, _)| *name == "SVC_ROLES").last();
+        parse_roles(named.map_or("all", |(_, roles)| roles))
     }
 }
 

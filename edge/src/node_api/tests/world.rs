@@ -7,7 +7,7 @@ use crate::auth::{Authenticator, TokenRules};
 use crate::identity::TrustDomain;
 use crate::identity::forwarded::Forwarding;
 use crate::identity::proxies::Proxies;
-use crate::keys::{Keys, KeysInForce, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::node_ca::NodeCa;
 use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
@@ -175,6 +175,7 @@ impl World {
             task: TaskKeys::founded(recovery_key(), now).unwrap(),
             node: NodeAuthorities::founded(node_ca, now).unwrap(),
             service: ServiceKeys::founded(recovery_key(), now),
+            member: MemberKeys::founded(recovery_key(), now),
         });
         let tls = Tls::make();
         let jwks = Jwks::new(JwksSettings::new("http://127.0.0.1:1/realms/none")).unwrap();

@@ -19,7 +19,7 @@ use super::*;
 use crate::{
     correlation::Service,
     identity::NodeIdentity,
-    keys::{Keys, KeysInForce, NodeAuthorities, ServiceKeys, TaskKeys},
+    keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys},
     limits::finished,
     node_ca::NodeCa,
     testing::install_crypto,
@@ -62,6 +62,7 @@ fn router(ca: NodeCa) -> Router {
         task: TaskKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[1; 32]), Utc::now()).unwrap(),
         node: NodeAuthorities::founded(ca, Utc::now()).unwrap(),
         service: ServiceKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[2; 32]), Utc::now()),
+        member: MemberKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[3; 32]), Utc::now()),
     };
     let routes = Router::new()
         .route(

@@ -1,0 +1,216 @@
+//! Which NATS subjects a member needs, by its roles: one table, from which `gpuaas dev` makes its server's users and
+//! `gpuaas nats-permissions` a user for a server of one's own (`deploy/docs/nats-permissions.md`).
+
+use super::nats::inbox_of;
+use crate::config::Role;
+use domain::event::Stream;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// What a user of NATS may publish and subscribe to. It may answer what it received besides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Permissions {
+    pub publish: BTreeSet<String>,
+    pub subscribe: BTreeSet<String>,
+}
+
+/// What every member needs beside its inbox.
+const EVERY: Needs = Needs {
+    publish: &["gpuaas.shard.*", "gpuaas.cluster.beat", "gpuaas.cluster.changed", "gpuaas.runtime.ask"],
+    subscribe: &[
+        "gpuaas.cluster.*",
+        "gpuaas.cells.*",
+        "gpuaas.runtime.ask",
+        "gpuaas.terminal.streams",
+        "policy.invalidate.>",
+        "node.trust_changed",
+    ],
+};
+
+struct Needs {
+    publish: &'static [&'static str],
+    subscribe: &'static [&'static str],
+}
+
+const fn needs(role: Role) -> Needs {
+    match role {
+        Role::Api => Needs {
+            publish: &["gpuaas.identity.keys", "gpuaas.terminal.streams", "gpuaas.terminal.link.*"],
+            subscribe: &["gpuaas.identity.keys", "notify.>"],
+        },
+        Role::NodeApi => Needs {
+            // The far end of a terminal listens to an inbox that the sealed hello names.
+            publish: &["gpuaas.terminal.streams", "_INBOX.*.terminal.*"],
+            subscribe: &["gpuaas.node.*", "gpuaas.terminal.wake", "gpuaas.terminal.link.*"],
+        },
+        Role::TerminalGateway => Needs {
+            publish: &["gpuaas.terminal.streams", "gpuaas.terminal.link.*"],
+            subscribe: &["gpuaas.node.*", "gpuaas.terminal.wake", "notify.>"],
+        },
+        Role::Entities => Needs {
+            publish: &[
+                "gpuaas.node.wake",
+                "gpuaas.node.close",
+                "gpuaas.terminal.wake",
+                "gpuaas.cells.*",
+                "audit.head.*",
+                "$JS.API.STREAM.INFO.AUDIT",
+                "$JS.API.STREAM.CREATE.AUDIT",
+                "$JS.API.STREAM.MSG.GET.AUDIT",
+                "$JS.API.DIRECT.GET.AUDIT.>",
+            ],
+            subscribe: &["gpuaas.shard.*"],
+        },
+        Role::NotificationRelay => Needs { publish: &["notify.>"], subscribe: &[] },
+        Role::Billing | Role::Provisioning | Role::OutboxRelay | Role::Webhook => {
+            Needs { publish: &[], subscribe: &[] }
+        }
+    }
+}
+
+/// What the member `name` with these roles needs.
+#[must_use]
+pub fn of(name: &str, roles: &BTreeSet<Role>) -> Permissions {
+    let (mut publish, mut subscribe) = (BTreeSet::new(), BTreeSet::from([format!("{}.>", inbox_of(name))]));
+    let all = roles.iter().map(|role| needs(*role)).chain([EVERY]);
+    for needed in all {
+        publish.extend(needed.publish.iter().map(|subject| (*subject).to_owned()));
+        subscribe.extend(needed.subscribe.iter().map(|subject| (*subject).to_owned()));
+    }
+    let has = |role: Role| roles.contains(&role);
+    let (consumes, notifies) = (has(Role::Provisioning), has(Role::NotificationRelay));
+    for stream in Stream::ALL {
+        let name = stream.name();
+        // Every process shows how far the consumers are.
+        publish.insert(format!("$JS.API.STREAM.INFO.{name}"));
+        publish.insert(format!("$JS.API.CONSUMER.INFO.{name}.*"));
+        if has(Role::OutboxRelay) {
+            publish.extend(stream.subjects().iter().map(|subject| (*subject).to_owned()));
+        }
+        if has(Role::OutboxRelay) || consumes || notifies {
+            publish.insert(format!("$JS.API.STREAM.CREATE.{name}"));
+        }
+        let lower = name.to_lowercase();
+        for (wanted, consumer) in
+            [(consumes, format!("{lower}-reactions")), (notifies, format!("{lower}-notifications"))]
+        {
+            if wanted {
+                publish.insert(format!("$JS.API.CONSUMER.CREATE.{name}.{consumer}"));
+                publish.insert(format!("$JS.API.CONSUMER.CREATE.{name}.{consumer}.>"));
+                publish.insert(format!("$JS.API.CONSUMER.DURABLE.CREATE.{name}.{consumer}"));
+                publish.insert(format!("$JS.API.CONSUMER.MSG.NEXT.{name}.{consumer}"));
+                publish.insert(format!("$JS.ACK.{name}.{consumer}.>"));
+            }
+        }
+    }
+    Permissions { publish, subscribe }
+}
+
+impl Permissions {
+    /// Everything: the operator, and tests that look at everything.
+    #[must_use]
+    pub fn everything() -> Self {
+        let all = || BTreeSet::from([">".to_owned()]);
+        Self { publish: all(), subscribe: all() }
+    }
+
+    /// As the configuration of a NATS server has them, in JSON, which it reads too.
+    #[must_use]
+    pub fn as_config(&self) -> Value {
+        json!({
+            "publish": { "allow": self.publish },
+            "subscribe": { "allow": self.subscribe },
+            // One answer to each message that was received with a reply subject.
+            "allow_responses": { "max": 1, "expires": "1m" },
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn one(role: Role) -> Permissions {
+        of("member", &[role].into())
+    }
+
+    fn may(subjects: &BTreeSet<String>, subject: &str) -> bool {
+        let matches = |pattern: &str| {
+            let (mut wanted, mut has) = (pattern.split('.'), subject.split('.'));
+            loop {
+                match (wanted.next(), has.next()) {
+                    (Some(">"), Some(_)) | (None, None) => return true,
+                    (Some("*"), Some(_)) => {}
+                    (Some(wanted), Some(has)) if wanted == has => {}
+                    _ => return false,
+                }
+            }
+        };
+        subjects.iter().any(|pattern| matches(pattern))
+    }
+
+    #[test]
+    fn no_member_reads_the_answers_of_another_and_none_rewrites_a_stream() {
+        let all = of("member", &Role::ALL.into());
+        assert!(may(&all.subscribe, "_INBOX.member.answers.1") && !may(&all.subscribe, "_INBOX.other.answers.1"));
+        assert!(!may(&all.publish, "_INBOX.other.answers.1"), "but for what it was asked");
+        for call in ["STREAM.DELETE.AUDIT", "STREAM.PURGE.BILLING", "STREAM.UPDATE.BILLING", "CONSUMER.DELETE.NODES.x"]
+        {
+            assert!(!may(&all.publish, &format!("$JS.API.{call}")), "{call}");
+        }
+    }
+
+    #[test]
+    fn only_the_role_that_does_it_publishes_events_or_receives_commands() {
+        for role in Role::ALL {
+            let permissions = one(role);
+            for stream in Stream::ALL {
+                let subject = stream.subjects()[0].replace('>', "something");
+                assert_eq!(may(&permissions.publish, &subject), role == Role::OutboxRelay, "{role:?} {subject}");
+            }
+            assert_eq!(may(&permissions.subscribe, "gpuaas.shard.7"), role == Role::Entities, "{role:?}");
+            assert_eq!(may(&permissions.publish, "gpuaas.node.close"), role == Role::Entities, "{role:?}");
+            assert_eq!(may(&permissions.publish, "notify.user.ann"), role == Role::NotificationRelay, "{role:?}");
+        }
+    }
+
+    const HEAD: &str = "# What a member's user of NATS may do\n\n\
+        <!-- Made by the code: `UPDATE_DOCS=1 cargo test -p supervisors nats_permissions` writes it anew. -->\n\n\
+        Each member has a user of NATS of its own, whose name is `SVC_MEMBER_NAME`. Give it what its roles need and nothing else; \
+        `gpuaas nats-permissions --name NAME --roles ROLES` prints `permissions` for the server's configuration, with all that the roles need \
+        together. Keep the members' users in an account of their own: users and leaf nodes of other accounts then see none of these \
+        subjects. Who can do what with which credentials: [0039](../decisions/0039-members-authenticate-their-messages.md).\n\n\
+        A member may answer a message that it received once, within a minute (`allow_responses`). `NAME` is the member's name.\n";
+
+    /// The page for operators: what every member needs, and what each role needs besides.
+    fn page() -> String {
+        use std::fmt::Write as _;
+        let list = |subjects: &BTreeSet<String>| {
+            let quoted: Vec<_> = subjects.iter().map(|subject| format!("`{subject}`")).collect();
+            if quoted.is_empty() { "–".to_owned() } else { quoted.join(", ") }
+        };
+        let every = of("NAME", &BTreeSet::new());
+        let mut page = format!("{HEAD}\n| role | publishes | subscribes to |\n| --- | --- | --- |\n");
+        writeln!(page, "| every member | {} | {} |", list(&every.publish), list(&every.subscribe)).unwrap();
+        for role in Role::ALL {
+            let Permissions { publish, subscribe } = of("NAME", &[role].into());
+            let (publish, subscribe) = (&publish - &every.publish, &subscribe - &every.subscribe);
+            writeln!(page, "| `{}` | {} | {} |", role.name(), list(&publish), list(&subscribe)).unwrap();
+        }
+        page
+    }
+
+    #[test]
+    fn page_of_nats_permissions_says_what_the_code_grants() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/docs/nats-permissions.md");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(path, page()).unwrap();
+        }
+        let written = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(
+            written == page(),
+            "deploy/docs/nats-permissions.md is not what the code says; write it anew with UPDATE_DOCS=1"
+        );
+    }
+}
