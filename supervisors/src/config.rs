@@ -11,7 +11,7 @@ pub use node_api::NodeProxies;
 pub use payments::Payments;
 pub use variables::{ConfigError, Problem};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use edge::auth::internal::InternalToken;
 use edge::identity::TrustDomain;
 use edge::tls::{ServerTls, server_config};
