@@ -68,6 +68,8 @@ pub(crate) enum Purpose {
     NodeCa,
     /// The access tokens of service accounts are signed with them.
     ServiceTokens,
+    /// The members' messages to each other are authenticated with them.
+    MemberMessages,
 }
 
 impl Purpose {
@@ -76,6 +78,7 @@ impl Purpose {
             Self::TaskSigning => "task_signing",
             Self::NodeCa => "node_ca",
             Self::ServiceTokens => "service_tokens",
+            Self::MemberMessages => "member_messages",
         }
     }
 }

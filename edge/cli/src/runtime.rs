@@ -59,13 +59,14 @@ pub(crate) struct RestartArgs {
     confirm: Confirm,
 }
 
-const MEMBERS: [Column; 6] = [
+const MEMBERS: [Column; 7] = [
     ("NAME", "/name"),
     ("ID", "/id"),
     ("STARTED", "/started_at"),
     ("SHARDS", "/shard_count"),
     ("SILENT FOR MS", "/silent_for_ms"),
     ("ROLES", "/roles"),
+    ("CLOCK MS", "/clock_offset_ms"),
 ];
 
 const ENTITY: [Column; 13] = [

@@ -64,9 +64,10 @@ fn drawn(tree: &Value) -> String {
             ["name", "id", "shards", "awake", "mailbox_depth"].map(|field| cell(&member[field]));
         let keys = member["key_sets"].as_object().into_iter().flatten();
         let keys: Vec<_> = keys.map(|(purpose, version)| format!("{} {}", plain(purpose), cell(version))).collect();
+        let clock = member["clock_offset_ms"].as_i64().map(|ms| format!(", clock {ms:+} ms")).unwrap_or_default();
         let _ = writeln!(
             text,
-            "{name}  {id}  {shards} shards, {awake} entities awake, {waiting} commands waiting, keys: {}",
+            "{name}  {id}  {shards} shards, {awake} entities awake, {waiting} commands waiting, keys: {}{clock}",
             keys.join(", ")
         );
         below(&mut text, member, "root", 1);
