@@ -39,7 +39,7 @@ impl Installation {
         let machine = Booted::start(&tools(), &programs)?;
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::create(&folder.path().join("pki")).unwrap();
-        let users = vec![NatsUser::operator("operator"), member(MEMBER)];
+        let users = vec![NatsUser::operator("operator"), member(MEMBER, &supervisors::config::Role::ALL.into())];
         let nats = Nats::start(&folder.path().join("nats"), &authority, users).await.unwrap();
         let identity = IdentityProvider::start().await.unwrap();
         let listens = Listens::anywhere().unwrap();
