@@ -396,6 +396,7 @@ fn of_a_tenant() {
             allocation_id: TENANT,
             session: domain::TerminalSessionId(ALLOCATION),
             there: [domain::TerminalSessionId(Uuid::nil())].into(),
+            over: [domain::TerminalSessionId(ALLOCATION)].into(),
             scopes,
         },
         Command::Forget { allocation_id: TENANT },
