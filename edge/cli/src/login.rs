@@ -24,13 +24,14 @@ use tokio::sync::Mutex;
 const SPARE: TimeDelta = TimeDelta::seconds(20);
 const LONGEST_PASSWORD: u64 = 4096;
 
-const WHO: [Column; 11] = [
+const WHO: [Column; 12] = [
     ("server", "/server"),
     ("issuer", "/issuer"),
     ("profile", "/profile"),
     ("user id", "/user_id"),
     ("name", "/name"),
     ("roles", "/roles"),
+    ("platform roles", "/platform_roles"),
     ("organisation", "/org_id"),
     ("project", "/project_id"),
     ("plan", "/plan"),
@@ -254,13 +255,13 @@ pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
 pub(crate) async fn whoami(connection: &Connection) -> Result<(), Failure> {
     let login = connection.login()?;
     let api = connection.api()?;
-    api.get("/api/v1/allocations", &[("limit", "1".to_owned())]).await?;
+    let me = api.get("/api/v1/me", &[]).await?;
     let login = match login {
         // It may have been renewed just now.
         Some(_) => connection.login()?,
         None => None,
     };
-    let who = match login {
+    let mut who = match login {
         Some(login) => described(&login, connection.store.profile()),
         None => {
             let token = api.session().token().await?;
@@ -270,6 +271,10 @@ pub(crate) async fn whoami(connection: &Connection) -> Result<(), Failure> {
             who
         }
     };
+    // The service's word comes before what the token says of its owner.
+    for field in ["user_id", "roles", "platform_roles", "auth_kind", "org_id", "project_id", "plan"] {
+        who[field] = me[field].clone();
+    }
     connection.out.show(&who, &WHO)
 }
 

@@ -33,6 +33,7 @@ mod allocations;
 mod api;
 mod audit;
 mod billing;
+mod capacity;
 mod complete;
 mod confirm;
 mod duration;
@@ -132,6 +133,8 @@ enum Command {
     /// What can be rented.
     #[command(subcommand, alias = "sku")]
     Skus(skus::Command),
+    /// How many GPUs are free, by SKU and region.
+    Capacity,
     /// What you rent.
     #[command(subcommand, alias = "allocation")]
     Allocations(allocations::Command),
@@ -237,6 +240,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Audit(command) => audit::run(command, &connection.api()?).await?,
         Command::Roles(command) => roles::run(command, &connection.api()?).await?,
         Command::Keys(command) => keys::run(command, &connection.api()?).await?,
+        Command::Capacity => capacity::run(&connection.api()?).await?,
         Command::Overview => overview::run(&connection.api()?).await?,
         Command::Tree(args) => tree::run(args, &connection.api()?).await?,
         Command::Cluster => runtime::cluster(&connection.api()?).await?,

@@ -6,6 +6,7 @@ use crate::failure::Failure;
 use crate::out::Column;
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -23,6 +24,8 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
+    /// One value, by its id, while it is in force or lies ahead.
+    Show { policy_value: Uuid },
     /// Sets a value: for everybody, or for whom it is said.
     Set {
         #[arg(add = complete::policy_keys())]
@@ -116,6 +119,9 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let mut query: Query<'_> = scope.fields().collect();
             query.extend(key.map(|key| ("key", key)));
             api.out.list(&api.list(PATH, &query, limit.into()).await?, &VALUES)
+        }
+        Command::Show { policy_value } => {
+            api.out.show(&api.get(&format!("{PATH}/{policy_value}"), &[]).await?, &VALUES)
         }
         Command::Set { key, value, scope, reason, effective_at, old_value } => {
             let scope: Value = scope.fields().map(|(name, value)| (name.to_owned(), Value::from(value))).collect();

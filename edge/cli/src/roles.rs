@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::out::Column;
 use clap::ValueEnum;
 use serde_json::json;
+use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -21,6 +22,8 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
+    /// One binding, by its id.
+    Show { binding: Uuid },
     /// Gives a user a role.
     Bind {
         /// The user's id at the identity provider; `gpuctl whoami` shows one's own.
@@ -76,6 +79,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             api.out.list(&api.list(PATH, &query, limit.into()).await?, &BINDINGS)
         }
+        Command::Show { binding } => api.out.show(&api.get(&format!("{PATH}/{binding}"), &[]).await?, &BINDINGS),
         Command::Bind { user, role, reason } => {
             let body = json!({ "subject": user, "role": role.name(), "reason": reason });
             let bound = api.post(PATH, &body).await?;

@@ -2,7 +2,9 @@
 //! the commands in their place. The test compares the table with the API's description.
 
 /// A route as the API describes it, and a command that calls it. Words in capitals stand for values.
-pub(crate) const COMMANDS: [(&str, &str); 102] = [
+pub(crate) const COMMANDS: [(&str, &str); 108] = [
+    ("GET /api/v1/me", "whoami"),
+    ("GET /api/v1/capacity", "capacity"),
     ("GET /api/v1/skus", "skus list"),
     ("GET /api/v1/admin/skus", "skus list --all"),
     (
@@ -86,9 +88,11 @@ pub(crate) const COMMANDS: [(&str, &str); 102] = [
     ("POST /api/v1/admin/notifications/broadcast", "notifications broadcast TEXT"),
     ("GET /api/v1/ssh-keys", "ssh-keys list"),
     ("POST /api/v1/ssh-keys", "ssh-keys add FILE"),
+    ("GET /api/v1/ssh-keys/{id}", "ssh-keys show KEY"),
     ("DELETE /api/v1/ssh-keys/{id}", "ssh-keys delete KEY"),
     ("POST /api/v1/ssh-keys/{id}/default", "ssh-keys default KEY"),
     ("GET /api/v1/admin/users/{user_id}/ssh-keys", "ssh-keys list --user USER"),
+    ("GET /api/v1/admin/users/{user_id}/ssh-keys/{id}", "ssh-keys show KEY --user USER"),
     ("DELETE /api/v1/admin/users/{user_id}/ssh-keys/{id}", "ssh-keys delete KEY --user USER"),
     ("POST /api/v1/admin/users/{user_id}/ssh-keys/{id}/default", "ssh-keys default KEY --user USER"),
     ("GET /api/v1/service-accounts", "service-accounts list"),
@@ -101,12 +105,14 @@ pub(crate) const COMMANDS: [(&str, &str); 102] = [
     ("GET /api/v1/admin/platform-roles/bindings", "roles list"),
     ("POST /api/v1/admin/platform-roles/bindings", "roles bind USER ROLE --reason TEXT"),
     ("DELETE /api/v1/admin/platform-roles/bindings", "roles revoke USER ROLE"),
+    ("GET /api/v1/admin/platform-roles/bindings/{id}", "roles show BINDING"),
     ("GET /api/v1/admin/overview", "overview"),
     ("GET /api/v1/admin/policies", "policy catalog"),
     ("GET /api/v1/admin/policy-values", "policy list"),
     ("POST /api/v1/admin/policy-values", "policy set POLICY VALUE --reason TEXT"),
     ("DELETE /api/v1/admin/policy-values", "policy unset POLICY --reason TEXT"),
     ("GET /api/v1/admin/policy-values/resolve", "policy resolve POLICY"),
+    ("GET /api/v1/admin/policy-values/{id}", "policy show POLICY-VALUE"),
     ("GET /api/v1/admin/keys", "keys list"),
     ("POST /api/v1/admin/keys/stage", "keys stage PURPOSE --reason TEXT"),
     ("POST /api/v1/admin/keys/activate", "keys activate PURPOSE KEY --reason TEXT"),

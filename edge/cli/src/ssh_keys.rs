@@ -36,6 +36,13 @@ pub(crate) enum Command {
         #[arg(long)]
         default: bool,
     },
+    /// One key.
+    Show {
+        #[arg(add = complete::of(&SSH_KEY))]
+        key: Ref,
+        #[command(flatten)]
+        of: Of,
+    },
     /// Removes a key.
     #[command(visible_alias = "rm")]
     Delete {
@@ -96,6 +103,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
                 added = api.post_empty(&format!("/api/v1/ssh-keys/{id}/default")).await?;
             }
             api.out.list(&json!({ "items": [added], "next_page": null }), &KEYS)
+        }
+        Command::Show { key, of } => {
+            let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
+            api.out.show(&api.get(&format!("{}/{id}", of.path()), &[]).await?, &KEYS)
         }
         Command::Delete { key, of } => {
             let id = key.id_in(&SSH_KEY, &of.path(), api).await?;
