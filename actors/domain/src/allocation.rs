@@ -196,6 +196,8 @@ pub enum Command {
     Unaffordable {
         message: String,
     },
+    /// No node is cleaned after a tenant as the allocation's isolation model says.
+    NotIsolated,
     /// The account is depleted, and the grace over.
     Uncover,
     /// A critical fault of the node was noticed then.
@@ -267,6 +269,7 @@ impl machine::Command for Command {
             Self::NoCapacity { .. } => "no_capacity",
             Self::OverQuota { .. } => "over_quota",
             Self::Unaffordable { .. } => "unaffordable",
+            Self::NotIsolated => "not_isolated",
             Self::Uncover => "uncover",
             Self::Faulted { .. } => "faulted",
             Self::StillMetered { .. } => "still_metered",
@@ -293,6 +296,7 @@ impl machine::Command for Command {
             | Self::NoCapacity { .. }
             | Self::OverQuota { .. }
             | Self::Unaffordable { .. }
+            | Self::NotIsolated
             | Self::Uncover
             | Self::Faulted { .. }
             | Self::StillMetered { .. }
@@ -342,6 +346,8 @@ pub const LOOK_AGAIN: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
 
 impl Machine for Allocation {
     const KIND: crate::Kind = crate::Kind::Allocation;
+    /// Thirty-two SSH keys, as they were asked for and as they hold, and thirty-two lines of history.
+    const SNAPSHOT_MOST: usize = 128 * 1024;
     type Command = Command;
     /// The allocation as it stands after the command.
     type Reply = Box<Self>;

@@ -126,7 +126,7 @@ policy_keys! {
     BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
     AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "Refund eligibility.";
-    AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", "full-reimage"]), "How a node is cleaned after a tenant.";
+    AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", FULL_REIMAGE]), "How a node is cleaned after a tenant.";
     AllocationProvisioningTimeout = "allocation.provisioning_timeout_seconds": int(600, 5, 86_400), "How long provisioning may take.";
     AllocationReleaseTimeout = "allocation.release_timeout_seconds": int(600, 5, 86_400), "How long one clean-up attempt may take.";
     AllocationReleaseMaxAttempts = "allocation.release_max_attempts": int(10, 1, 1000), "Clean-up attempts before the node is fenced.";
@@ -138,6 +138,9 @@ policy_keys! {
     RateLimitFinancial = "rate_limit.financial_requests_per_minute": int(30, 1, 100_000), "Payments, refunds, balance.";
     RateLimitAdminOverview = "rate_limit.admin_overview_requests_per_minute": int(600, 1, 1_000_000), "Admin overview polling.";
     RateLimitEnrollment = "rate_limit.enrollment_requests_per_minute" for Service: int(1200, 1, 1_000_000), "Requests without a certificate to the node API, per address; a balancer in front is one address.";
+    RateLimitNodeRequests = "rate_limit.node_requests_per_minute" for Service: int(6000, 600, 1_000_000), "Heartbeats, waits, results and terminal streams of one node, at each replica.";
+    RateLimitNodeRenewals = "rate_limit.node_renewals_per_minute" for Service: int(20, 4, 1000), "Certificate renewals of one node, at each replica.";
+    RateLimitNodeRecordings = "rate_limit.node_recording_requests_per_minute" for Service: int(12_000, 600, 1_000_000), "Chunks of terminal recordings of one node, at each replica.";
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a terminal session to which nobody is connected waits for a connection to come back.";
@@ -169,6 +172,9 @@ policy_keys! {
     KeysRotationOverdue = "keys.rotation_overdue_seconds" for Service: int(604_800, 60, 31_536_000), "How long a key may wait for the next step of its rotation before it shows as overdue.";
     SkuApprovalTtl = "sku.approval_ttl_seconds" for Service: int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
+
+/// The isolation model under which a node is installed anew after each tenant.
+pub const FULL_REIMAGE: &str = "full-reimage";
 
 /// Keys that bound each other: the first is never over the second, for anybody, at any time.
 pub const ORDERED: [(Key, Key); 1] = [(Key::BillingMinimumDeposit, Key::BillingMaximumDeposit)];
@@ -223,6 +229,12 @@ impl Key {
             Bounds::Int { max, .. } => max,
             Bounds::Enum { .. } | Bounds::Bool { .. } => 0,
         }
+    }
+
+    /// True of a value that the key admits and that nothing carries out yet: it is not written. One that was written before holds.
+    #[must_use]
+    pub fn is_not_built(self, value: &Value) -> bool {
+        self == Self::AllocationIsolationModel && *value == Value::Text(FULL_REIMAGE.to_owned())
     }
 
     /// True where `value` is of the key's type and inside its bounds.

@@ -71,6 +71,13 @@ impl Explain for policy::Rejection {
                 .detail("key", key.name())
                 .detail("scopes", serde_json::json!(kinds))
             }
+            R::NotBuilt { key, value } => policy_out_of_bounds(
+                key,
+                format!(
+                    "{value} is not available yet as a value of {}: nothing carries it out. Leave the key as it is.",
+                    key.name()
+                ),
+            ),
             R::Crosses { key, low, high, crossing } => {
                 let policy::Crossing { at, low: smallest, high: largest, with } = crossing;
                 let (low, high) = (low.name(), high.name());

@@ -12,6 +12,7 @@ use domain::billing_account::{self, BillingAccount};
 use domain::machine::Command as _;
 use domain::node::{self, Node};
 use domain::placement::{self, Wanted};
+use domain::policy::FULL_REIMAGE;
 use domain::tenant::{self, AskedScopes, Tenant};
 use domain::{AllocationId, EntityRef, EventId, Kind, NodeId};
 use fleet::Fleet;
@@ -61,6 +62,9 @@ impl Placer {
             Standing::Placed => return Ok(by.settle(heard).await),
         };
         let tell = |command| by.carry_out::<Allocation>(heard, id.0, command);
+        if allocation.asked.isolation_model == FULL_REIMAGE {
+            return Ok(tell(allocation::Command::NotIsolated).await);
+        }
         // Before anybody is asked to do anything: who pays for it?
         if let Some(message) = self.unaffordable(by, heard, &allocation).await? {
             return Ok(tell(allocation::Command::Unaffordable { message }).await);

@@ -59,6 +59,23 @@ impl Allocation {
         }
     }
 
+    /// A weaker isolation than the one that holds for the user is never given in its place.
+    pub(super) fn not_isolated(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let model = &self.asked.isolation_model;
+        let message = format!(
+            "The policy allocation.isolation_model is {model} for you, which is not available yet; an administrator has to set it to \
+             user-revoke."
+        );
+        match &self.phase {
+            Phase::Requested { .. } => self.refused("isolation_model_unavailable", &message, false, ctx),
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
     /// Nobody pays for it any more.
     pub(super) fn uncover(&self, ctx: &Ctx<'_>) -> Step<Self> {
         const WHY: &str = "the balance is depleted";

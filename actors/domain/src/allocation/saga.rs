@@ -62,6 +62,7 @@ impl Allocation {
             Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
             Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
             Command::Unaffordable { message } => Ok(self.unaffordable(&message, ctx)),
+            Command::NotIsolated => Ok(self.not_isolated(ctx)),
             Command::Uncover => Ok(self.uncover(ctx)),
             Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason, ctx)),
             Command::StillMetered { is_running } => Ok(self.still_metered(is_running)),

@@ -270,6 +270,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("cleanup_failed", worker(), remains(attempt)),
         ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
         ("unaffordable", worker(), Command::Unaffordable { message: "m".into() }),
+        ("not_isolated", worker(), Command::NotIsolated),
         ("uncover", worker(), Command::Uncover),
         ("faulted", worker(), Command::Faulted { node_id: NODE, at: start(), reason: "r".into() }),
         ("faulted elsewhere", worker(), Command::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }),
@@ -670,4 +671,21 @@ fn the_history_tells_every_step_and_does_not_grow_for_ever() {
 fn its_own_policy_decides_how_long_it_may_take() {
     let short = allocation().policy(Key::AllocationProvisioningTimeout, 5).reserved();
     assert_eq!(short.allocation.timer(), Some(short.now + TimeDelta::seconds(5)));
+}
+
+#[test]
+fn allocation_of_an_isolation_model_that_nothing_carries_out_is_refused_and_not_given_a_weaker_one() {
+    let mut story = allocation();
+    story.allocation.asked.isolation_model = "full-reimage".into();
+    let refused = story.by(&worker(), Command::NotIsolated);
+    let failure = refused.allocation.failure.as_ref().unwrap();
+    assert_eq!(
+        (refused.allocation.state(), failure.code.as_str(), failure.retryable),
+        ("released", "isolation_model_unavailable", false)
+    );
+    assert!(
+        failure.message.contains("full-reimage") && failure.message.contains("not available yet"),
+        "{}",
+        failure.message
+    );
 }

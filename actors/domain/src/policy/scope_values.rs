@@ -120,6 +120,8 @@ pub enum Rejection {
     OutOfBounds { key: Key, value: Value },
     #[error("{} has no value for {scope}", key.name())]
     Scope { key: Key, scope: Scope },
+    #[error("{} cannot be {value} yet", key.name())]
+    NotBuilt { key: Key, value: Value },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
     Crosses { key: Key, low: Key, high: Key, crossing: Crossing },
     #[error("the value is another")]
@@ -136,6 +138,8 @@ pub enum Rejection {
 
 impl Machine for ScopeValues {
     const KIND: Kind = Kind::Policy;
+    /// A value in force of each key and 200 ahead, each with its reason.
+    const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -192,6 +196,9 @@ impl ScopeValues {
         }
         if !key.can_be_set_for(&self.scope) {
             return Err(Rejection::Scope { key, scope: self.scope.clone() });
+        }
+        if key.is_not_built(&value) {
+            return Err(Rejection::NotBuilt { key, value });
         }
         let now = self.now(ctx.now);
         let effective_at = instant(effective_at, now)?;

@@ -2,7 +2,7 @@
 
 use super::world::{Answer, Placing, World};
 use axum::http::Method;
-use domain::policy::Key;
+use domain::policy::{Key, Value as PolicyValue};
 use serde_json::{Value, json};
 
 const VALUES: &str = "/api/v1/admin/policy-values";
@@ -189,28 +189,44 @@ async fn what_is_made_keeps_to_the_values_that_hold_for_whom_it_is_made() {
     world.sku("h100x4", 4).await;
     let node = world.active_node("h100x4", 4).await;
     world.places(Placing::On(node));
-    let isolation = [
-        ("key", json!("allocation.isolation_model")),
-        ("value", json!("full-reimage")),
-        ("scope", json!({ "user_id": "ann" })),
-    ];
-    world.write(&isolation).await.is(201);
     let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
     world.write(&ttl).await.is(201);
     // What is written last is read with what was written before.
     world.write(&[]).await.is(201);
     world.resolves("", &json!(7), "global").await;
 
-    for (user, model) in [("ann", "full-reimage"), ("bob", "user-revoke")] {
-        let body = json!({ "sku": "h100x4", "gpu_count": 1 });
-        let rented = world.post("/api/v1/allocations").user(user).key(user).json(&body).send().await;
-        assert_eq!(rented.is(201)["isolation_model"], model, "of {user}");
-    }
+    let body = json!({ "sku": "h100x4", "gpu_count": 1 });
+    let rented = world.post("/api/v1/allocations").user("bob").key("bob").json(&body).send().await;
+    assert_eq!(rented.is(201)["isolation_model"], "user-revoke");
     let other = world.node("h100x4", 4).await;
     let issued = world.post(&format!("/api/v1/admin/nodes/{other}/enrollment-token")).admin().send().await;
     let expires: chrono::DateTime<chrono::Utc> = issued.is(201)["expires_at"].as_str().unwrap().parse().unwrap();
     let left = (expires - chrono::Utc::now()).num_seconds();
     assert!((0..=60).contains(&left), "it holds for {left} s more");
+}
+
+#[tokio::test]
+async fn isolation_model_that_nothing_carries_out_is_not_written_and_where_it_stands_nobody_gets_less() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.active_node("h100x4", 4).await;
+    world.places(Placing::On(node));
+    let isolation = [("key", json!("allocation.isolation_model")), ("value", json!("full-reimage"))];
+    let refused = world.write(&isolation).await;
+    assert_eq!(refused.refused(400, "policy_out_of_bounds")["field"], "value");
+    let message = refused.body["message"].as_str().unwrap();
+    assert!(message.contains("full-reimage") && message.contains("not available yet"), "{message}");
+    let weaker = [("key", json!("allocation.isolation_model")), ("value", json!("user-revoke"))];
+    world.write(&weaker).await.is(201);
+
+    // As an earlier release wrote it.
+    world.set_value(Key::AllocationIsolationModel, PolicyValue::Text("full-reimage".into()));
+    world.places(Placing::NotIsolated);
+    let body = json!({ "sku": "h100x4", "gpu_count": 1 });
+    let rented = world.post("/api/v1/allocations").user("ann").key("ann").json(&body).send().await;
+    assert_eq!(rented.refused(409, "state_conflict")["failure"], "isolation_model_unavailable");
+    let message = rented.body["message"].as_str().unwrap();
+    assert!(message.contains("allocation.isolation_model is full-reimage"), "{message}");
 }
 
 #[tokio::test]
