@@ -4,6 +4,7 @@
 //! ```text
 //! Loading ──loaded──▶ Ready ──decide──▶ Committing ──applied──▶ Ready            (reply, effects, next command)
 //!    ▲                  │                   ├──conflict──▶ Loading               (decide again)
+//!    │                  │                   ├──claimed──▶ Ready                  (decide again, without the names)
 //!    │                  └─no commit─▶Looking├──duplicate──▶ Ready                (the first reply again)
 //!    │                    (was it done      ├──refused, not applied──▶ Ready     (nothing changed)
 //!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or end and be loaded anew)
@@ -15,13 +16,13 @@
 use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
-use domain::commit::{CommandRecord, Done, REFUSED, Snapshot, Timer};
+use domain::commit::{ClaimChange, CommandRecord, Done, REFUSED, Snapshot, Timer};
 use domain::machine::{Command as _, Refused, Trace};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
-use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Machine, Outcome, Step, Timestamp};
+use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Kind, Machine, Outcome, Step, Timestamp};
 use std::any::Any;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use uuid::Uuid;
@@ -86,6 +87,8 @@ pub struct Shell<M: Machine> {
     supposed: bool,
     phase: Phase<M>,
     waiting: VecDeque<Ask<M>>,
+    /// Names that the last decision claimed and other entities have: the first of the waiting commands is decided again without them.
+    holders: BTreeMap<String, Uuid>,
 }
 
 #[derive(Debug)]
@@ -153,15 +156,19 @@ impl<M: Machine> Shell<M> {
     /// A shell that asks for its snapshot at once.
     pub fn start(id: Uuid, term: Term) -> (Self, Output<M>) {
         let phase = Phase::Loading { reloads: 0 };
-        let shell = Self { id, term, state: None, version: 0, supposed: false, phase, waiting: VecDeque::new() };
-        (shell, Output::Load)
+        (Self::in_phase(id, term, phase, false), Output::Load)
     }
 
     /// A shell for an entity that its first command makes: it supposes that there is none. The commit finds out, and whatever is
     /// answered without a commit is looked up before.
     pub fn start_new(id: Uuid, term: Term) -> Self {
         let phase = Phase::Ready { reloads: 0 };
-        Self { id, term, state: None, version: 0, supposed: true, phase, waiting: VecDeque::new() }
+        Self::in_phase(id, term, phase, true)
+    }
+
+    fn in_phase(id: Uuid, term: Term, phase: Phase<M>, supposed: bool) -> Self {
+        let (waiting, holders) = (VecDeque::new(), BTreeMap::new());
+        Self { id, term, state: None, version: 0, supposed, phase, waiting, holders }
     }
 
     /// Takes one input and says what is to be done, in order.
@@ -265,7 +272,8 @@ impl<M: Machine> Shell<M> {
             return;
         }
         // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
-        match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, now))) {
+        let holders = std::mem::take(&mut self.holders);
+        match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, &holders, now))) {
             // Nothing is answered from a supposition.
             Ok(Ok(Decided::Unwritten(_))) if self.supposed => {
                 self.waiting.push_front(ask);
@@ -284,8 +292,8 @@ impl<M: Machine> Shell<M> {
                 out.push(Output::Commit(commit));
                 self.phase = Phase::Committing { ask, next, then: Then::Answer { reply, effects }, reloads };
             }
-            Ok(Err(error)) => {
-                let reason = format!("the next state cannot be written down: {error}");
+            Ok(Err(unwritable)) => {
+                let reason = unwritable.to_string();
                 out.push(Output::Reply(ask.token, Err(AskError::Broken { reason })));
             }
             Err(panic) => {
@@ -314,7 +322,7 @@ impl<M: Machine> Shell<M> {
     }
 
     /// Everything of a decision that the machine's own code has a part in.
-    fn consider(&self, ask: &Ask<M>, now: Now<'_>) -> Result<Decided<M>, serde_json::Error> {
+    fn consider(&self, ask: &Ask<M>, holders: &BTreeMap<String, Uuid>, now: Now<'_>) -> Result<Decided<M>, Unwritable> {
         let ctx = Ctx {
             now: now.at,
             policy: now.policy,
@@ -325,7 +333,12 @@ impl<M: Machine> Shell<M> {
             id: self.id,
             version: self.version,
         };
-        let mut step = match M::decide(self.state.as_deref(), ask.command.clone(), &ctx) {
+        let decided = if holders.is_empty() {
+            M::decide(self.state.as_deref(), ask.command.clone(), &ctx)
+        } else {
+            M::decide_without(self.state.as_deref(), ask.command.clone(), holders, &ctx)
+        };
+        let mut step = match decided {
             Ok(step) => step,
             Err(rejection) => {
                 let refused = self.state.as_ref().and_then(|state| state.audit_refusal(&ask.command, &rejection, &ctx));
@@ -340,7 +353,7 @@ impl<M: Machine> Shell<M> {
         Ok(Decided::Changed { commit, next: Arc::new(next), reply: step.reply, effects: step.effects })
     }
 
-    fn commit(&self, ask: &Ask<M>, next: &M, step: &Step<M>, ctx: &Ctx<'_>) -> Result<Commit, serde_json::Error> {
+    fn commit(&self, ask: &Ask<M>, next: &M, step: &Step<M>, ctx: &Ctx<'_>) -> Result<Commit, Unwritable> {
         let command = match &ask.asked.command {
             None => None,
             Some(key) => Some(CommandRecord {
@@ -371,23 +384,24 @@ impl<M: Machine> Shell<M> {
         refused: Refused<M>,
         rejection: &M::Rejection,
         ctx: &Ctx<'_>,
-    ) -> Result<Kept<M>, serde_json::Error> {
+    ) -> Result<Kept<M>, Unwritable> {
         let why = format!("{REFUSED}{rejection}");
         let commit = Commit { why, audit: vec![refused.audit], ..self.bare_commit(ask, &refused.next, ctx)? };
         Ok(Kept { commit: Box::new(commit), next: Arc::new(refused.next) })
     }
 
     /// The transition with nothing beside it.
-    fn bare_commit(&self, ask: &Ask<M>, next: &M, ctx: &Ctx<'_>) -> Result<Commit, serde_json::Error> {
+    fn bare_commit(&self, ask: &Ask<M>, next: &M, ctx: &Ctx<'_>) -> Result<Commit, Unwritable> {
         Ok(Commit {
             entity: self.entity(),
             shard: self.term.shard,
             epoch: self.term.epoch,
             expected_version: self.version,
-            snapshot: serde_json::to_string(next)?,
+            snapshot: snapshot_of(next)?,
             from_state: self.state.as_deref().map(Machine::state),
             to_state: next.state(),
             keys: next.keys(),
+            claims: claim_change(self.state.as_deref(), next),
             timer: timer_of(next),
             at: ctx.now,
             command_name: ask.command.name(),
@@ -433,6 +447,14 @@ impl<M: Machine> Shell<M> {
             }
             Outcome::Conflict => {
                 refuse(AskError::Unavailable { reason: "the entity keeps changing under the command".into() }, out);
+            }
+            Outcome::Claimed { holders } if reloads < MOST_RELOADS => {
+                self.waiting.push_front(ask);
+                self.holders = holders;
+                self.phase = Phase::Ready { reloads: reloads + 1 };
+            }
+            Outcome::Claimed { .. } => {
+                refuse(AskError::Unavailable { reason: "names that it claims keep changing hands".into() }, out);
             }
             Outcome::Duplicate(done) => out.push(Output::Reply(ask.token, self.repeated(&ask, done))),
             Outcome::Refused { constraint } => refuse(AskError::Taken { constraint }, out),
@@ -508,6 +530,27 @@ impl<M: Machine> Shell<M> {
         self.refuse_waiting(&AskError::NotOwner, out);
         out.push(last);
     }
+}
+
+/// Why the next state is not written.
+#[derive(Debug, thiserror::Error)]
+enum Unwritable {
+    #[error("the next state cannot be written down: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("the next state of the {kind} has {bytes} bytes, over its bound of {most}")]
+    TooLarge { kind: Kind, bytes: usize, most: usize },
+}
+
+fn snapshot_of<M: Machine>(next: &M) -> Result<String, Unwritable> {
+    let snapshot = serde_json::to_string(next)?;
+    let (bytes, most) = (snapshot.len(), M::SNAPSHOT_MOST);
+    if bytes > most { Err(Unwritable::TooLarge { kind: M::KIND, bytes, most }) } else { Ok(snapshot) }
+}
+
+/// The names that the entity claims from this transition on, and those that it gives up.
+fn claim_change<M: Machine>(before: Option<&M>, next: &M) -> ClaimChange {
+    let (had, has) = (before.map(Machine::claims).unwrap_or_default(), next.claims());
+    ClaimChange { added: has.difference(&had).cloned().collect(), dropped: had.difference(&has).cloned().collect() }
 }
 
 /// The row of the deadline index. Something overdue that time alone does not move is kept there to be seen, and not woken.

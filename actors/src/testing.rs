@@ -106,6 +106,22 @@ impl Machine for Counter {
         Ok(Step::to(next, count, "changed"))
     }
 
+    fn decide_without(
+        state: Option<&Self>,
+        command: Count,
+        holders: &BTreeMap<String, Uuid>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Refusal> {
+        match command {
+            Count::Add(ticket) if holders.contains_key(&format!("ticket/{ticket}")) => {
+                let counter = state.cloned().unwrap_or_default();
+                let count = counter.tickets.len();
+                Ok(Step::to(counter, count, "left out"))
+            }
+            other => Self::decide(state, other, ctx),
+        }
+    }
+
     fn state(&self) -> &'static str {
         if self.poisoned { "poisoned" } else { "counting" }
     }
@@ -159,6 +175,7 @@ pub(crate) fn term(shard: Shard, epoch: i64) -> Term {
 pub(crate) struct Books {
     pub(crate) entities: BTreeMap<EntityRef, Snapshot>,
     pub(crate) commands: BTreeMap<CommandId, Done>,
+    pub(crate) claims: BTreeMap<String, Uuid>,
     /// Shards without an entry take every epoch.
     pub(crate) epochs: BTreeMap<Shard, Epoch>,
     pub(crate) commits: Vec<Commit>,
@@ -176,6 +193,16 @@ impl Books {
         if version != commit.expected_version {
             return Outcome::Conflict;
         }
+        let added = commit.claims.added.iter();
+        let holders: BTreeMap<_, _> = added
+            .filter_map(|name| self.claims.get(name).map(|holder| (name.clone(), *holder)))
+            .filter(|(_, holder)| *holder != commit.entity.id)
+            .collect();
+        if !holders.is_empty() {
+            return Outcome::Claimed { holders };
+        }
+        self.claims.retain(|name, _| !commit.claims.dropped.contains(name));
+        self.claims.extend(commit.claims.added.iter().map(|name| (name.clone(), commit.entity.id)));
         self.entities.insert(commit.entity, Snapshot { version: version + 1, body: commit.snapshot.clone() });
         if let Some(command) = &commit.command {
             let done = Done { entity: commit.entity.id, digest: command.digest, reply: command.reply.clone() };

@@ -54,6 +54,7 @@ struct NodeApi {
     handed: Arc<handed::Handed>,
     /// What each address has used up of enrollments.
     enrolling: Arc<AddressLimit>,
+    limits: Arc<gate::Limits>,
 }
 
 impl FromRef<NodeApi> for KeysInForce {
@@ -85,7 +86,7 @@ const WAIT_WITHIN: Duration = Duration::from_secs(wait::LONGEST as u64 + 20);
 /// The routes.
 pub fn router(services: Services) -> Router {
     let outermost = Outermost::of(Service { name: "node-api", tells_route: false }, &services);
-    let api = NodeApi { services, handed: Arc::default(), enrolling: Arc::default() };
+    let api = NodeApi { services, handed: Arc::default(), enrolling: Arc::default(), limits: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))

@@ -5,8 +5,10 @@
 //! counted, but for groups that keep a quota of their own in each process.
 
 mod address;
+mod node;
 
 pub use address::AddressLimit;
+pub use node::NodeLimit;
 
 use actors::Directory;
 use actors::cells::Cells;

@@ -10,6 +10,7 @@
 //! | written | [`Outcome::Applied`] |
 //! | another version, or the id is taken | [`Outcome::Conflict`] |
 //! | the command id was used | [`Outcome::Duplicate`] |
+//! | another entity has a name that is claimed | [`Outcome::Claimed`] |
 //! | the shard has another owner or epoch | [`Outcome::Fenced`] |
 //! | a rule of the database forbids it | the batch is halved until it stands alone: [`Outcome::Refused`], the rest commits |
 //! | any other error, the connection alive | rolled back: [`Outcome::NotApplied`] (deadlocks are tried again first) |

@@ -317,6 +317,7 @@ mod tests {
             from_state: None,
             to_state: "releasing",
             keys: Keys::default(),
+            claims: domain::commit::ClaimChange::default(),
             timer: None,
             at: Timestamp::UNIX_EPOCH,
             command_name: "tick",

@@ -93,6 +93,7 @@ impl Store for Durable {
                 Outcome::Applied => told.iter().for_each(IntCounter::inc),
                 Outcome::Fenced => self.fenced.notify_one(),
                 Outcome::Conflict
+                | Outcome::Claimed { .. }
                 | Outcome::Duplicate(_)
                 | Outcome::Refused { .. }
                 | Outcome::NotApplied { .. }

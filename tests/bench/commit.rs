@@ -158,6 +158,7 @@ impl Ours {
             from_state: Some("draft"),
             to_state: "active",
             keys: Keys::default(),
+            claims: domain::commit::ClaimChange::default(),
             timer: Some(Timer { wake_at: now, deadline_at: Some(now), reason: "the agent confirms".to_owned() }),
             at: now,
             command_name: "activate",

@@ -263,6 +263,8 @@ pub enum Rejection {
 
 impl Machine for BillingAccount {
     const KIND: Kind = Kind::BillingAccount;
+    /// A meter for each allocation of the quota (10,000 at most), and what is remembered of payments and refunds.
+    const SNAPSHOT_MOST: usize = 4096 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

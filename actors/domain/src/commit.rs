@@ -5,6 +5,7 @@ use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
 use crate::ledger::Posting;
 use crate::machine::{Keys, Timestamp};
+use std::collections::BTreeMap;
 use uuid::Uuid;
 
 /// An owner's term over a shard. Raised by every takeover, checked by every commit, never lowered.
@@ -25,6 +26,7 @@ pub struct Commit {
     pub from_state: Option<&'static str>,
     pub to_state: &'static str,
     pub keys: Keys,
+    pub claims: ClaimChange,
     /// When the entity wants to be woken, and why it is waiting.
     pub timer: Option<Timer>,
     pub at: Timestamp,
@@ -57,6 +59,13 @@ pub struct Footing {
     pub version: i64,
 }
 
+/// What a transition changes of the names that its entity alone may have ([`Machine::claims`](crate::Machine::claims)).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimChange {
+    pub added: Vec<String>,
+    pub dropped: Vec<String>,
+}
+
 /// A due time in the deadline index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timer {
@@ -87,6 +96,8 @@ pub enum Outcome {
     /// The entity's version is another, or that of something that the transition rests on: it must be loaded and the command
     /// decided again.
     Conflict,
+    /// Other entities have names that the transition claims; nothing was written.
+    Claimed { holders: BTreeMap<String, Uuid> },
     /// The command id was used before; nothing was written.
     Duplicate(Done),
     /// The shard is no longer ours under this epoch; nothing was written.

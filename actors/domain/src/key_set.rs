@@ -271,6 +271,8 @@ pub enum Rejection {
 
 impl Machine for KeySet {
     const KIND: Kind = Kind::KeySet;
+    /// The chain of 512 task key versions.
+    const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

@@ -10,6 +10,7 @@ use crate::policy::PolicyBook;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use uuid::Uuid;
 
@@ -22,6 +23,9 @@ pub type Timestamp = DateTime<Utc>;
 /// is rejected there.
 pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sync + 'static {
     const KIND: Kind;
+    /// Bytes of the entity's snapshot as JSON. A transition to a larger one is not carried out. The machine bounds what grows in it by
+    /// itself, so that nobody meets this bound.
+    const SNAPSHOT_MOST: usize = 64 * 1024;
     type Command: Command;
     type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
     type Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static;
@@ -31,6 +35,21 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     /// # Errors
     /// A rejection is an answer: nothing changed, and it says why.
     fn decide(state: Option<&Self>, command: Self::Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Self::Rejection>;
+
+    /// As [`Machine::decide`], after the store refused what was decided: other entities have names that it claims. `holders` are those
+    /// names and the entities that have them. What is decided now must not claim them.
+    ///
+    /// # Errors
+    /// As [`Machine::decide`].
+    fn decide_without(
+        state: Option<&Self>,
+        command: Self::Command,
+        holders: &BTreeMap<String, Uuid>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Self::Rejection> {
+        let _ = holders;
+        Self::decide(state, command, ctx)
+    }
 
     /// What is kept of a refusal, where it has to be audited. Nothing else may change with it, and the machine bounds it
     /// ([`Refusals`](crate::audit::Refusals)): a refusal that is not kept costs no commit.
@@ -57,6 +76,12 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
 
     /// What it is found by, beside its id. Fixed at creation, so that no index hinders an update.
     fn keys(&self) -> Keys;
+
+    /// Names that no other entity of any kind may have while this one has them; each commit keeps them unique. They begin with what
+    /// they name, as `gpu/`.
+    fn claims(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
 
     /// The command that makes the machine look at its whole state and emit what is missing.
     fn tick() -> Self::Command;
@@ -255,7 +280,6 @@ pub enum Effect {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use std::collections::BTreeSet;
 
     #[test]
     fn ids_of_one_transition_are_version_seven_and_never_meet() {

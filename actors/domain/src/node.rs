@@ -9,10 +9,13 @@
 //!                                                       retired ────┘──remove──▶ removing ──▶ removed
 //! ```
 //!
+//! A node that never was active is retired too, which voids its token and certificate; `remove` takes retired nodes alone.
+//!
 //! The node's actor alone gives its GPUs away, by UUID, and takes them back only on the agent's clean-up proof. It keeps the
 //! hashes of its token, the serials of its certificates, and the work that its agent has not reported on; secrets and
 //! signatures are the edge's business.
 
+mod claims;
 mod contact;
 mod known_tasks;
 mod life;
@@ -37,6 +40,7 @@ use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+use uuid::Uuid;
 
 pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
 pub use logins::{HeldLogins, LoginOrder};
@@ -48,6 +52,8 @@ pub use terminals::TerminalOrder;
 
 /// Why an enrolled node is not active: it is not the machine that its SKU promises.
 const INVENTORY_MISMATCH: &str = "inventory_mismatch";
+/// The class of an alert that keeps new tenants from the node for as long as it stands (decisions 7, *Health alert*).
+const PREVENT_ALLOCATION: &str = "prevent_allocation";
 
 /// A node and everything that its decisions need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,6 +79,12 @@ pub struct Node {
     pub tasks: BTreeMap<TaskId, NodeTask>,
     #[serde(default)]
     pub refusals: Refusals,
+    /// UUIDs of GPUs that are this node's alone in the cluster.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub claimed_gpus: BTreeSet<String>,
+    /// UUIDs of GPUs that the node reports and that are another node's.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub contested_gpus: BTreeMap<String, NodeId>,
 }
 
 /// What an administrator says of a node.
@@ -191,6 +203,9 @@ pub enum Command {
         host: Option<String>,
         port: Option<u16>,
         ssh_username: Option<String>,
+        /// Of the new address, where one was asked for.
+        #[serde(default)]
+        probe: Option<Probe>,
         if_version: Option<i64>,
     },
     IssueToken {
@@ -496,6 +511,8 @@ pub enum TokenCause {
     GenerationUnknown,
     #[error("no recovery of this identity is left")]
     RecoveriesUsedUp,
+    #[error("so many recoveries were tried lately that one more is not remembered")]
+    TooManyNonces,
 }
 
 impl Machine for Node {
@@ -509,7 +526,19 @@ impl Machine for Node {
             (None, Command::Register { registration, probe }) => Self::register(*registration, probe, ctx),
             (Some(_), Command::Register { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
-            (Some(node), command) => node.advance(command, ctx),
+            (Some(node), command) => Ok(node.advance(command, ctx)?.with_claims()),
+        }
+    }
+
+    fn decide_without(
+        state: Option<&Self>,
+        command: Command,
+        holders: &BTreeMap<String, Uuid>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        match state {
+            Some(node) => node.advance_without(command, holders, ctx),
+            None => Self::decide(state, command, ctx),
         }
     }
 
@@ -574,6 +603,10 @@ impl Machine for Node {
         Keys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
     }
 
+    fn claims(&self) -> BTreeSet<String> {
+        self.claimed_gpus.iter().map(|uuid| claims::claim_of(uuid)).collect()
+    }
+
     fn tick() -> Command {
         Command::Tick
     }
@@ -583,8 +616,8 @@ impl Node {
     fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match command {
             Command::Register { .. } => Err(Rejection::Exists),
-            Command::Revise { host, port, ssh_username, if_version } => {
-                self.revise(host, port, ssh_username, if_version, ctx)
+            Command::Revise { host, port, ssh_username, probe, if_version } => {
+                self.revise((host, port, ssh_username), probe, if_version, ctx)
             }
             Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
                 self.issue_token(token_id, token_sha256, ttl_seconds, ctx)

@@ -292,6 +292,8 @@ pub enum Rejection {
 
 impl Machine for Payment {
     const KIND: Kind = Kind::Payment;
+    /// A hundred refunds and a hundred reversals.
+    const SNAPSHOT_MOST: usize = 256 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

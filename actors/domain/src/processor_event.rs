@@ -191,6 +191,8 @@ pub enum Rejection {
 
 impl Machine for ProcessorEvent {
     const KIND: Kind = Kind::ProcessorEvent;
+    /// The webhook's body of up to 256 KiB, packed and sealed.
+    const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

@@ -158,6 +158,8 @@ pub enum Rejection {
 
 impl Machine for Tenant {
     const KIND: Kind = Kind::Tenant;
+    /// As many SSH keys (1,000) and allocations (10,000) as the largest policies admit.
+    const SNAPSHOT_MOST: usize = 2048 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

@@ -188,6 +188,38 @@ fn the_deadline_index_says_when_to_wake_and_what_is_waited_for() {
 }
 
 #[test]
+fn step_to_a_snapshot_over_the_bound_is_refused_and_the_entity_serves_on() {
+    let mut bench = Bench::starting();
+    // Twenty digits and a comma each: the next one is too much.
+    let tickets = vec![u64::MAX; Counter::SNAPSHOT_MOST / 21];
+    assert_eq!(bench.on(loaded(5, &tickets)), NOTHING);
+    let refused = bench.ask(1, Count::Add(u64::MAX));
+    assert!(refused[0].starts_with("1: the machine failed: the next state of the sku has"), "{refused:?}");
+    assert!(refused[0].contains("over its bound of 65536"), "{refused:?}");
+    assert!(bench.ask(2, Count::Read)[0].starts_with("2: "), "reading goes on");
+}
+
+#[test]
+fn claim_of_a_name_that_another_entity_has_is_decided_again_without_it_and_not_without_end() {
+    let claimed =
+        || Input::Committed(Outcome::Claimed { holders: [("ticket/3".to_owned(), Uuid::from_u128(9))].into() });
+    let mut bench = Bench::ready();
+    assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
+    let outputs = bench.raw(claimed());
+    let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
+    let next: Counter = serde_json::from_str(&commit.snapshot).unwrap();
+    assert_eq!(next.tickets, [1, 2], "the counter leaves the other one's ticket out");
+    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 2 written at 6"]);
+
+    assert_eq!(bench.ask(2, Count::Add(4)), ["commit add from 6"]);
+    for _ in 0..3 {
+        assert_eq!(bench.on(claimed()), ["commit add from 6"]);
+    }
+    let given_back = bench.on(claimed());
+    assert!(given_back[0].starts_with("2: unavailable"), "{given_back:?}");
+}
+
+#[test]
 fn a_conflict_loads_again_and_decides_the_same_command_again_before_those_behind_it() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);

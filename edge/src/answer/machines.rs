@@ -67,7 +67,7 @@ impl Explain for node::Rejection {
 fn node_command(state: &str, command: &str) -> (&'static str, &'static str) {
     match command {
         "remove" => ("removed", "retire it first."),
-        "retire" => ("retired", "only a node that was active can be; one that never was can be removed."),
+        "retire" => ("retired", "it is gone. Register the machine as a new node."),
         "reactivate" => ("reactivated", "only a retired node can be."),
         "release_quarantine" => ("released from quarantine", "only a quarantined node can be."),
         "issue_token" => (

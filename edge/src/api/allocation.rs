@@ -12,13 +12,14 @@ use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::allocation::{Allocation, AuthorizedKey, Command, Failure, Phase, Request};
+use domain::node::Node;
 use domain::policy::Key;
 use domain::tenant::Tenant;
-use domain::{NodeId, SshKeyId};
+use domain::{Kind, NodeId, SshKeyId};
 use persistence::envelope::Place;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
@@ -107,8 +108,11 @@ pub(super) async fn list(
     let now = services.world.now();
     let ids: Vec<_> = rows.iter().map(|(position, _)| position.id).collect();
     let costs = services.reads.costs(&ids).await?;
+    let nodes = nodes_of(&services, rows.iter().filter_map(|(_, stored)| Some(&stored.as_ref()?.it))).await?;
     let show = |stored: stored::Stored<Allocation>| {
-        AllocationView::of(&stored.it, stored.version, costs.get(&stored.it.id.0), now)
+        let (it, node) = (&stored.it, node_of(&stored.it));
+        let node = node.and_then(|id| nodes.get(&id));
+        AllocationView::of(it, node, stored.version, costs.get(&it.id.0), now)
     };
     Ok(Json(stored::answer(&page, rows, show)))
 }
@@ -239,8 +243,39 @@ async fn shown(
         Some(_) => services.reads.costs(&[it.id.0]).await?,
         None => BTreeMap::new(),
     };
-    let view = AllocationView::of(it, version, costs.get(&it.id.0), services.world.now());
+    let nodes = nodes_of(services, std::iter::once(it)).await?;
+    let node = node_of(it).and_then(|id| nodes.get(&id));
+    let view = AllocationView::of(it, node, version, costs.get(&it.id.0), services.world.now());
     Ok((status, replayed, etag(version), Json(view)).into_response())
+}
+
+/// The node whose alerts concern the allocation.
+const fn node_of(it: &Allocation) -> Option<NodeId> {
+    match &it.phase {
+        Phase::Active { node_id, .. } => Some(*node_id),
+        Phase::Requested { .. }
+        | Phase::Provisioning { .. }
+        | Phase::Releasing { .. }
+        | Phase::ReleaseFailed { .. }
+        | Phase::Released { .. } => None,
+    }
+}
+
+/// The nodes of active allocations, by one query.
+async fn nodes_of<'a>(
+    services: &Services,
+    allocations: impl Iterator<Item = &'a Allocation>,
+) -> Result<BTreeMap<NodeId, Node>, ApiError> {
+    let ids: BTreeSet<Uuid> = allocations.filter_map(node_of).map(|id| id.0).collect();
+    if ids.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let ids: Vec<_> = ids.into_iter().collect();
+    let rows = services.reads.entities(Kind::Node, &ids).await?;
+    let node = |row: &persistence::read::EntityRow| {
+        serde_json::from_str::<Node>(&row.body).map(|node| (node.id, node)).map_err(ApiError::internal)
+    };
+    rows.iter().map(node).collect()
 }
 
 /// The allocation, where the caller may see it: other people's do not exist for them.

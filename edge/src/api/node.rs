@@ -77,6 +77,8 @@ pub(super) struct NodeChange {
     host: Option<HostName>,
     port: Option<Port>,
     ssh_username: Option<LoginName>,
+    /// Try to connect to the node's address now. Left out: a new `host` or `port` of a node that was probed is probed too.
+    probe: Option<bool>,
 }
 
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -204,13 +206,18 @@ pub(super) async fn revise(
     headers: HeaderMap,
     body::Json(change): body::Json<NodeChange>,
 ) -> Result<Response, ApiError> {
-    if change.host.is_none() && change.port.is_none() && change.ssh_username.is_none() {
-        return Err(ApiError::invalid_request("Nothing is to be changed; give `host`, `port` or `ssh_username`."));
+    if change.host.is_none() && change.port.is_none() && change.ssh_username.is_none() && change.probe != Some(true) {
+        return Err(ApiError::invalid_request(
+            "Nothing is to be changed; give `host`, `port`, `ssh_username` or \"probe\": true.",
+        ));
     }
+    let host = change.host.as_deref().map(Host::parse).transpose()?;
+    let probe = revised_probe(&services, id, host.as_ref(), &change).await?;
     let command = Command::Revise {
-        host: change.host.as_deref().map(Host::parse).transpose()?.map(|host| host.to_string()),
+        host: host.map(|host| host.to_string()),
         port: change.port.map(|port| port.0),
         ssh_username: change.ssh_username.as_ref().map(|name| name.to_string()),
+        probe,
         if_version: if_match(&headers)?,
     };
     let answered = asking.ask::<Node>(id, command).await?;
@@ -354,6 +361,24 @@ fn not_removed(error: AskError<Rejection>) -> ApiError {
         .detail("allocation_id", allocation_id.to_string()),
         other => not_answered(other),
     }
+}
+
+/// What a probe of the changed address finds, where one is wanted.
+async fn revised_probe(
+    services: &Services,
+    id: Uuid,
+    host: Option<&Host>,
+    change: &NodeChange,
+) -> Result<Option<Probe>, ApiError> {
+    let node = find::<Node>(services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
+    let host = match host {
+        Some(host) => host.clone(),
+        None => Host::parse(&node.registration.host)?,
+    };
+    let port = change.port.as_ref().map_or(node.registration.port, |port| port.0);
+    let is_elsewhere = host.to_string() != node.registration.host || port != node.registration.port;
+    let wanted = change.probe.unwrap_or(is_elsewhere && node.probe.is_some());
+    if wanted { Ok(Some(probed(services, &host, port).await?)) } else { Ok(None) }
 }
 
 async fn probed(services: &Services, host: &Host, port: u16) -> Result<Probe, ApiError> {

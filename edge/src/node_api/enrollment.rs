@@ -1,13 +1,12 @@
 //! How a node gets its certificate, and the next one.
 
 use super::answer::{refused, refused_enrollment, token_refused};
-use super::gate::Admitted;
+use super::gate::{Admitted, Speaker};
 use super::spoken::Spoken;
 use super::{NodeApi, inventory, unexpected};
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::identity::NodeIdentity;
 use crate::node_ca::{IssueError, Issued};
 use crate::token::{self, Purpose};
 use actors::CommandKey;
@@ -63,7 +62,7 @@ pub(super) async fn enroll(
 /// `POST /internal/v1/nodes/{id}/certificate/renew`. The certificate that asks stays good until its own end.
 pub(super) async fn renew(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     Spoken(request): Spoken<RenewRequest>,
 ) -> Result<Json<EnrollAnswer>, ApiError> {

@@ -1,11 +1,11 @@
 //! Liveness: what an agent says of its machine, and what the control plane tells it in return.
 
 use super::answer::refused;
+use super::gate::Speaker;
 use super::spoken::Spoken;
 use super::{NodeApi, inventory, unexpected};
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::identity::NodeIdentity;
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
@@ -17,7 +17,7 @@ use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 /// `POST /internal/v1/nodes/{id}/heartbeat`. A fenced node's is taken too: its health and inventory are needed to end the fence.
 pub(super) async fn beat(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     Spoken(beat): Spoken<Heartbeat>,
 ) -> Result<Json<HeartbeatAnswer>, ApiError> {

@@ -12,9 +12,12 @@ const VERSION: usize = 64;
 const TASK_TYPES: usize = 64;
 /// Far above every machine, and far below where sums of it could overflow.
 const AMOUNT: u64 = 1 << 40;
-/// Alerts that are kept of a heartbeat, and characters of each text in them.
+/// Of a GPU's UUID and model: both stand in the node's snapshot several times.
+const GPU_TEXT: usize = 96;
+/// Alerts that are stored of a heartbeat, characters of each text in them, and bytes of all of them as JSON.
 const ALERTS: usize = 64;
 const ALERT_TEXT: usize = 500;
+const ALERTS_BYTES: usize = 16 * 1024;
 
 /// # Errors
 /// `invalid_request`, naming the field.
@@ -61,9 +64,9 @@ pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, A
         if gpu.uuid.is_empty() {
             return Err(refused(&field("uuid"), "is empty"));
         }
-        text(&field("uuid"), &gpu.uuid, TEXT)?;
+        text(&field("uuid"), &gpu.uuid, GPU_TEXT)?;
         text(&field("vendor"), &gpu.vendor, TEXT)?;
-        text(&field("model"), &gpu.model, TEXT)?;
+        text(&field("model"), &gpu.model, GPU_TEXT)?;
         amount(&field("memory_mib"), gpu.memory_mib)?;
     }
     let gpu = |gpu: wire::inventory::Gpu| Gpu {
@@ -110,8 +113,13 @@ pub(super) fn health(sent: reported::Health) -> Result<Health, serde_json::Error
             tenant_message: clipped(&alert.tenant_message, ALERT_TEXT),
         })
     };
-    let alerts = sent.alerts.into_iter().take(ALERTS).map(short).collect::<Result<_, _>>()?;
-    Ok(Health { status, alerts })
+    let alerts: Vec<_> = sent.alerts.into_iter().take(ALERTS).map(short).collect::<Result<_, _>>()?;
+    let mut room = ALERTS_BYTES;
+    let fits = move |alert: &serde_json::Value| {
+        room = room.saturating_sub(alert.to_string().len());
+        room > 0
+    };
+    Ok(Health { status, alerts: alerts.into_iter().take_while(fits).collect() })
 }
 
 /// Text of an agent's, bounded and without control characters.
@@ -195,10 +203,13 @@ mod tests {
             message: "m".repeat(100_000),
             tenant_message: "a\nb".into(),
         };
-        let sent = reported::Health { status: reported::HealthStatus::Critical, alerts: vec![alert; 1000] };
+        let small = reported::Alert { message: "m".into(), classifications: Vec::new(), ..alert.clone() };
+        let sent = reported::Health { status: reported::HealthStatus::Critical, alerts: vec![small; 1000] };
         let kept = health(sent).unwrap();
         assert_eq!((kept.status, kept.alerts.len()), (HealthStatus::Critical, 64));
-        assert!(serde_json::to_string(&kept).unwrap().len() < 100_000);
+        let sent = reported::Health { status: reported::HealthStatus::Critical, alerts: vec![alert; 1000] };
+        let kept = health(sent).unwrap();
+        assert!(serde_json::to_string(&kept).unwrap().len() < 17_000);
         assert_eq!(kept.alerts[0]["tenant_message"], "a b");
     }
 }

@@ -31,6 +31,8 @@ impl NodeRoute {
             Shows::Token => Some(Code::EnrollmentRejected),
             Shows::Certificate => Some(Code::InvalidNodeIdentity),
         };
+        // Each route is limited, per node or per address.
+        let of_identity = of_identity.into_iter().chain([Code::RateLimited]);
         let always = [Code::InvalidRequest, Code::InternalError, Code::ServiceUnavailable, Code::Overloaded];
         let with_body = [Code::PayloadTooLarge, Code::UnsupportedMediaType];
         let body = with_body.into_iter().filter(|_| ["POST", "PUT"].contains(&self.method));
@@ -45,9 +47,9 @@ const fn route(method: &'static str, path: &'static str, shows: Shows, refuses: 
 /// The page.
 #[rustfmt::skip]
 pub const PAGE: &[NodeRoute] = &[
-    route("POST", "/internal/v1/nodes/{id}/enroll", Shows::Token, &[Code::RateLimited, Code::UpgradeRequired, Code::StateConflict]),
-    route("GET", "/internal/v1/nodes/{id}/recover/nonce", Shows::Nothing, &[Code::RateLimited]),
-    route("POST", "/internal/v1/nodes/{id}/recover", Shows::Token, &[Code::RateLimited, Code::UpgradeRequired, Code::StateConflict]),
+    route("POST", "/internal/v1/nodes/{id}/enroll", Shows::Token, &[Code::UpgradeRequired, Code::StateConflict]),
+    route("GET", "/internal/v1/nodes/{id}/recover/nonce", Shows::Nothing, &[]),
+    route("POST", "/internal/v1/nodes/{id}/recover", Shows::Token, &[Code::UpgradeRequired, Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/certificate/renew", Shows::Certificate, &[Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/heartbeat", Shows::Certificate, &[Code::UpgradeRequired]),
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", Shows::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),

@@ -2,11 +2,11 @@
 
 use super::NodeApi;
 use super::answer::refused;
+use super::gate::Speaker;
 use crate::api::current;
 use crate::body::{Path, read_body};
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::identity::NodeIdentity;
 use crate::recording::{Summary, summary};
 use axum::Json;
 use axum::extract::{Request, State};
@@ -30,7 +30,7 @@ const MEDIA_TYPE: &str = "application/octet-stream";
 /// `PUT /internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}`.
 pub(super) async fn keep(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     Path((_, session, seq)): Path<(Uuid, Uuid, u32)>,
     request: Request,

@@ -1,6 +1,7 @@
 //! What became of a task. A result is recorded once; the same one again is answered as recorded, another is refused.
 
 use super::answer::refused;
+use super::gate::Speaker;
 use super::outcome;
 use super::proof::verdict;
 use super::spoken::Spoken;
@@ -8,7 +9,6 @@ use super::{NodeApi, Refused};
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::identity::NodeIdentity;
 use actors::place::{command_id, digest_of};
 use actors::{AskError, CommandKey};
 use axum::Json;
@@ -25,7 +25,7 @@ use wire::task::{Recorded, ResultAnswer, TaskResult, TaskStatus};
 /// `POST /internal/v1/nodes/{id}/tasks/{task_id}/result`.
 pub(super) async fn record(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     Path((_, task_id)): Path<(Uuid, Uuid)>,
     Spoken(result): Spoken<TaskResult>,

@@ -1,12 +1,12 @@
 //! The node's end of a terminal: the stream that the agent opens for a session that it began, and keeps for as long as the session lives.
 
 use super::answer::refused;
+use super::gate::Speaker;
 use super::{ASK_WITHIN, NodeApi};
 use crate::api::current;
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::identity::NodeIdentity;
 use crate::recording::on_the_wire;
 use crate::terminal::until_over;
 use crate::tls::connections::Held;
@@ -45,7 +45,7 @@ const CLOSES_WITHIN: Duration = Duration::from_secs(2);
 /// `GET /internal/v1/nodes/{id}/terminals/{session_id}/stream`.
 pub(super) async fn stream(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     Path((_, session)): Path<(Uuid, Uuid)>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,

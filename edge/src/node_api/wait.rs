@@ -4,6 +4,7 @@
 //! [`Polls`](crate::polls::Polls).
 
 use super::answer::refused;
+use super::gate::Speaker;
 use super::handed::{Next, Session};
 use super::{NodeApi, unexpected};
 use crate::body::Query;
@@ -50,7 +51,7 @@ const fn half_a_minute() -> u32 {
 /// No `async fn`: what such a one is given it keeps room for twice, for as long as it waits.
 pub(super) fn wait(
     State(api): State<NodeApi>,
-    node: NodeIdentity,
+    Speaker(node): Speaker,
     scope: Scope,
     ConnectInfo(peer): ConnectInfo<Peer>,
     Query(wait): Query<Wait>,

@@ -4,7 +4,7 @@ use super::Sequences;
 use super::under_way::{Crossing, UnderWay};
 use crate::outbox::OutboxRow;
 use domain::audit::Audit;
-use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
+use domain::commit::{ClaimChange, CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
 use domain::ledger::Posting;
@@ -228,6 +228,10 @@ impl Batch {
             .bind(self.postings().map(|(_, posting)| posting.reason.as_deref()).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.source.as_ref()?.payment_id.map(|id| id.0)).bind_iter())
             .bind(self.postings().map(|(_, posting)| Some(posting.source.as_ref()?.reference.as_str())).bind_iter())
+            .bind(self.claims(|claims| &claims.added).map(|(ord, _)| ord).bind_iter())
+            .bind(self.claims(|claims| &claims.added).map(|(_, name)| name).bind_iter())
+            .bind(self.claims(|claims| &claims.dropped).map(|(ord, _)| ord).bind_iter())
+            .bind(self.claims(|claims| &claims.dropped).map(|(_, name)| name).bind_iter())
             .fetch_all(connection)
             .await
     }
@@ -256,6 +260,12 @@ impl Batch {
 
     fn footings(&self) -> impl Iterator<Item = (i64, &Footing)> {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.rests_on.iter().map(move |footing| (ord, footing)))
+    }
+
+    fn claims(&self, names: impl Fn(&ClaimChange) -> &[String] + Copy) -> impl Iterator<Item = (i64, &str)> {
+        (1..)
+            .zip(&self.jobs)
+            .flat_map(move |(ord, job)| names(&job.commit.claims).iter().map(move |name| (ord, name.as_str())))
     }
 
     fn postings(&self) -> impl Iterator<Item = (i64, &Posting)> {
@@ -300,6 +310,8 @@ fn read(row: &PgRow) -> Result<Vec<(i64, Outcome)>, sqlx::Error> {
         Outcome::Fenced
     } else if let Some(entity) = row.try_get::<Option<Uuid>, _>(3)? {
         Outcome::Duplicate(Done { entity, digest: row.try_get(4)?, reply: row.try_get(5)? })
+    } else if let Some(names) = row.try_get::<Option<Vec<String>>, _>(6)? {
+        Outcome::Claimed { holders: names.into_iter().zip(row.try_get::<Vec<Uuid>, _>(7)?).collect() }
     } else {
         Outcome::Conflict
     };

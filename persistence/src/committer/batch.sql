@@ -34,12 +34,26 @@ void AS MATERIALIZED (
     LEFT JOIN footing ON footing.id = rests.id AND footing.version = rests.version
     WHERE footing.id IS NULL
 ),
+-- Names that transitions claim and an entity has. One that is claimed in between violates the table's key, and the batch is sent again.
+claimed AS MATERIALIZED (
+    SELECT wants.ord, claim.name, claim.entity
+    FROM unnest($59::bigint[], $60::text[]) AS wants (ord, name)
+    JOIN claim ON claim.name = ANY ($60) AND claim.name = wants.name
+),
+foreign_claim AS MATERIALIZED (
+    SELECT claimed.ord, array_agg(claimed.name) AS names, array_agg(claimed.entity) AS holders
+    FROM claimed
+    JOIN item ON item.ord = claimed.ord
+    WHERE claimed.entity <> item.id
+    GROUP BY claimed.ord
+),
 ready AS MATERIALIZED (
     SELECT item.*
     FROM item
     JOIN held ON held.id = item.shard AND held.epoch = item.epoch
     LEFT JOIN done ON done.id = item.command_id
     WHERE done.id IS NULL AND NOT EXISTS (SELECT FROM void WHERE void.ord = item.ord)
+      AND NOT EXISTS (SELECT FROM foreign_claim WHERE foreign_claim.ord = item.ord)
 ),
 updated AS (
     UPDATE entity
@@ -59,6 +73,18 @@ passed AS MATERIALIZED (
     SELECT id, kind, shard, epoch, seq, expected, from_state, to_state, wake_at, deadline_at, reason, at, command, command_id,
            digest, reply, consumes, why, actor, correlation_id, traceparent, tracestate, ord
     FROM ready WHERE ready.id IN (SELECT id FROM updated UNION ALL SELECT id FROM created)
+),
+claim_row AS (
+    INSERT INTO claim (name, entity)
+    SELECT wants.name, passed.id
+    FROM unnest($59::bigint[], $60::text[]) AS wants (ord, name)
+    JOIN passed ON passed.ord = wants.ord
+    LEFT JOIN claimed ON claimed.ord = wants.ord AND claimed.name = wants.name
+    WHERE claimed.name IS NULL
+),
+dropped_claim AS (
+    DELETE FROM claim USING passed, unnest($61::bigint[], $62::text[]) AS drops (ord, name)
+    WHERE claim.name = ANY ($62) AND claim.name = drops.name AND claim.entity = passed.id AND passed.ord = drops.ord
 ),
 history_row AS (
     INSERT INTO history (entity, version, kind, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
@@ -127,12 +153,14 @@ resting AS (
 )
 -- One row with the places of all that passed, and one for each that did not.
 SELECT array_agg(ord) AS applied, NULL::bigint AS ord, NULL::boolean AS held, NULL::uuid AS entity, NULL::bytea AS digest,
-       NULL::text AS reply
+       NULL::text AS reply, NULL::text[] AS names, NULL::uuid[] AS holders
 FROM passed
 UNION ALL
-SELECT NULL, item.ord, held.id IS NOT NULL, done.entity, done.digest, done.reply::text
+SELECT NULL, item.ord, held.id IS NOT NULL, done.entity, done.digest, done.reply::text,
+       foreign_claim.names, foreign_claim.holders
 FROM item
 LEFT JOIN held ON held.id = item.shard AND held.epoch = item.epoch
 LEFT JOIN done ON done.id = item.command_id
+LEFT JOIN foreign_claim ON foreign_claim.ord = item.ord
 LEFT JOIN passed ON passed.ord = item.ord
 WHERE passed.ord IS NULL

@@ -54,6 +54,7 @@ impl CommitterMetrics {
         let label = match outcome {
             Outcome::Applied => "applied",
             Outcome::Conflict => "conflict",
+            Outcome::Claimed { .. } => "claimed",
             Outcome::Duplicate(_) => "duplicate",
             Outcome::Fenced => "fenced",
             Outcome::Refused { .. } => "refused",

@@ -141,8 +141,10 @@ impl Worker {
                     parts.push_front((right, 0));
                     parts.push_front((left, 0));
                 }
-                // A race over a command id: the next try finds it done.
-                Err(Trouble::Rule(rule)) if rule == "command_pkey" && tries < RETRIES => {
+                // A race over a command id or a claimed name: the next try finds it done, or the holder.
+                Err(Trouble::Rule(rule))
+                    if matches!(rule.as_str(), "command_pkey" | "claim_pkey") && tries < RETRIES =>
+                {
                     parts.push_front((part, tries + 1))
                 }
                 Err(Trouble::Rule(constraint)) => part.answer(&Outcome::Refused { constraint }),

@@ -2,7 +2,7 @@
 
 use crate::postgres::Database;
 use crate::world::{World, at, bare, command, create, event, next};
-use domain::commit::{Commit, Done, Epoch, Footing, Outcome};
+use domain::commit::{ClaimChange, Commit, Done, Epoch, Footing, Outcome};
 use domain::id::{EventId, Kind, MemberId, Shard};
 use domain::machine::Keys;
 use persistence::CommitterConfig;
@@ -102,6 +102,50 @@ async fn what_rests_on_another_passes_only_while_the_other_is_as_it_was_read() {
     let together = [create(4), Commit { rests_on: on(1), ..create(5) }, Commit { rests_on: on(2), ..create(6) }];
     let outcomes = world.commit_all(&together).await;
     assert_eq!(outcomes, [Outcome::Applied, Outcome::Conflict, Outcome::Applied]);
+}
+
+fn claims(names: &[&str]) -> ClaimChange {
+    ClaimChange { added: names.iter().map(|name| (*name).to_owned()).collect(), dropped: Vec::new() }
+}
+
+#[tokio::test]
+async fn name_that_another_entity_claims_is_refused_with_its_holder_until_it_is_dropped() {
+    let world = World::new().await;
+    let first = Commit { claims: claims(&["gpu/a", "gpu/b"]), ..create(1) };
+    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    let before = world.rows().await;
+    let second = Commit { claims: claims(&["gpu/b", "gpu/c"]), ..create(2) };
+    let holders = [("gpu/b".to_owned(), first.entity.id)].into();
+    assert_eq!(world.commit(&second).await, Outcome::Claimed { holders });
+    assert_eq!(world.rows().await, before);
+    // What an entity has it may claim again, and what it drops is free.
+    let dropped = ClaimChange { added: vec!["gpu/a".to_owned()], dropped: vec!["gpu/b".to_owned()] };
+    assert_eq!(world.commit(&Commit { claims: dropped, ..next(&first) }).await, Outcome::Applied);
+    assert_eq!(world.commit(&second).await, Outcome::Applied);
+    // Nobody drops another entity's claim.
+    let foreign = ClaimChange { added: Vec::new(), dropped: vec!["gpu/a".to_owned()] };
+    assert_eq!(world.commit(&Commit { claims: foreign, ..next(&second) }).await, Outcome::Applied);
+    let held: Vec<(String, Uuid)> =
+        sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(world.pool()).await.unwrap();
+    let [one, two] = [first.entity.id, second.entity.id];
+    assert_eq!(held, [("gpu/a".to_owned(), one), ("gpu/b".to_owned(), two), ("gpu/c".to_owned(), two)]);
+}
+
+#[tokio::test]
+async fn claims_of_one_name_at_once_leave_one_holder() {
+    let world = World::new().await;
+    for round in 0..20_u32 {
+        let name = format!("gpu/{round}");
+        // Some meet in one batch, the others in the two lanes.
+        let commits: Vec<_> =
+            (0..8).map(|n| Commit { claims: claims(&[&name]), ..create(1000 + round * 8 + n) }).collect();
+        let outcomes = world.commit_all(&commits).await;
+        let won: Vec<_> = (0..8).filter(|n| outcomes[*n] == Outcome::Applied).collect();
+        let [winner] = won.as_slice() else { panic!("{outcomes:?}") };
+        let holders = [(name, commits[*winner].entity.id)].into();
+        let told = Outcome::Claimed { holders };
+        assert!((0..8).all(|n| n == *winner || outcomes[n] == told), "{outcomes:?}");
+    }
 }
 
 #[tokio::test]

@@ -129,6 +129,7 @@ async fn play(rounds: Vec<Vec<Try>>) {
             let got = match &outcome {
                 Outcome::Applied => "applied",
                 Outcome::Conflict => "conflict",
+                Outcome::Claimed { .. } => "claimed",
                 Outcome::Duplicate(_) => "duplicate",
                 Outcome::Fenced => "fenced",
                 Outcome::Refused { .. } => "refused",

@@ -145,6 +145,7 @@ pub(crate) fn create(n: u32) -> Commit {
         from_state: None,
         to_state: "draft",
         keys: Keys::default(),
+        claims: domain::commit::ClaimChange::default(),
         timer: Some(Timer { wake_at: at(10), deadline_at: Some(at(20)), reason: "an approval".to_owned() }),
         at: at(0),
         command_name: "create",

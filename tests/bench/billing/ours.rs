@@ -322,6 +322,7 @@ async fn open(committer: &Committer, host: &Host, account: &BillingAccount) -> a
         from_state: None,
         to_state: account.state(),
         keys: account.keys(),
+        claims: domain::commit::ClaimChange::default(),
         timer: account.timer().map(|wake_at| Timer { wake_at, deadline_at: None, reason: String::new() }),
         at: account.opened_at,
         command_name: "open",

@@ -2,7 +2,7 @@
 
 use super::{INVENTORY_MISMATCH, Life, Node, Rejection, Reply};
 use crate::audit::{Audit, AuditAction};
-use crate::event::Event;
+use crate::event::{Device, Event};
 use crate::id::AllocationId;
 use crate::machine::{Ctx, Step, Timestamp};
 use crate::policy::{Key, Scopes};
@@ -59,6 +59,13 @@ pub struct Health {
     pub alerts: Vec<serde_json::Value>,
 }
 
+impl Health {
+    pub(super) fn is_of_class(alert: &serde_json::Value, class: &str) -> bool {
+        let classes = alert.get("classifications").and_then(serde_json::Value::as_array);
+        classes.into_iter().flatten().any(|it| it == class)
+    }
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HealthStatus {
@@ -71,6 +78,24 @@ pub enum HealthStatus {
 }
 
 impl Node {
+    /// What the machine's alerts say to a tenant of these GPUs. An alert about a GPU of another tenant is not among it.
+    #[must_use]
+    pub fn tenant_messages(&self, gpus: &[Device]) -> Vec<&str> {
+        let is_foreign = |target: &str| {
+            let reported = self.inventory.iter().flat_map(|inventory| &inventory.gpus);
+            reported.into_iter().any(|gpu| gpu.uuid == target) && gpus.iter().all(|gpu| gpu.uuid != target)
+        };
+        let mut messages: Vec<&str> = Vec::new();
+        for alert in &self.health.alerts {
+            let text = |field: &str| alert.get(field).and_then(serde_json::Value::as_str).unwrap_or_default();
+            let (target, message) = (text("target"), text("tenant_message"));
+            if !message.is_empty() && !is_foreign(target) && !messages.contains(&message) {
+                messages.push(message);
+            }
+        }
+        messages
+    }
+
     pub(super) fn poll(&self, serial: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         self.known(serial, ctx)?;
         if let Some(allocation_id) = self.fenced_by.first() {

@@ -31,15 +31,23 @@ impl Node {
             (Life::Active | Life::Offline | Life::Draining { .. } | Life::Quarantined { .. }, Some(allocation_id)) => {
                 Err(Rejection::InUse { allocation_id })
             }
+            // It never was active: nothing can be on it, and what would still make it so is void.
             (
-                Life::Registered
-                | Life::BootstrapIssued { .. }
-                | Life::Enrolling { .. }
-                | Life::Quarantined { .. }
-                | Life::Removing { .. }
-                | Life::Removed,
-                _,
-            ) => Err(self.wrong_state(&Command::Retire { reason: String::new(), drain })),
+                Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. } | Life::Quarantined { .. },
+                None,
+            ) => {
+                let mut next = self.clone();
+                next.identity.token = None;
+                next.identity.certificates.clear();
+                let step = next.moved(Life::Retired, "retired", reason, ctx).audit(audit);
+                Ok(step.effect(Effect::CloseNode(self.id)))
+            }
+            (Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. }, Some(allocation_id)) => {
+                Err(Rejection::InUse { allocation_id })
+            }
+            (Life::Removing { .. } | Life::Removed, _) => {
+                Err(self.wrong_state(&Command::Retire { reason: String::new(), drain }))
+            }
         }
     }
 
@@ -59,8 +67,13 @@ impl Node {
         match self.life {
             Life::Retired => {
                 self.in_order(ctx)?;
+                if self.identity.certificates.values().all(|certificate| certificate.not_after <= ctx.now) {
+                    let why =
+                        "its agent has no certificate that holds; issue a token with reissue-enrollment".to_owned();
+                    return Err(Rejection::NotInOrder { why });
+                }
                 let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
-                Ok(self.moved(Life::Active, "reactivated", reason, ctx).audit(audit))
+                Ok(self.clone().contest_again().moved(Life::Active, "reactivated", reason, ctx).audit(audit))
             }
             Life::Registered
             | Life::BootstrapIssued { .. }
@@ -78,8 +91,7 @@ impl Node {
         match (&self.life, self.in_use()) {
             (Life::Removing { .. } | Life::Removed, _) => Ok(Step::stay(Reply::Node { node: Box::new(self.clone()) })),
             (Life::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
-            // What never was active has nothing to retire from.
-            (Life::Retired | Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. }, None) => {
+            (Life::Retired, None) => {
                 let mut next = self.clone();
                 next.identity.token = None;
                 next.identity.certificates.clear();
@@ -135,7 +147,10 @@ impl Node {
                     | Life::Quarantined { .. }
                     | Life::Retired
                     | Life::Removing { .. }
-                    | Life::Removed => Ok(self.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit)),
+                    | Life::Removed => {
+                        let free = self.clone().contest_again();
+                        Ok(free.moved((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+                    }
                 }
             }
             Life::Registered

@@ -67,6 +67,27 @@ pub struct Enrollment {
     pub inventory: Inventory,
 }
 
+/// Live certificates of one node. Each renewal whose answer was lost leaves one behind that the agent does not have.
+pub(super) const CERTIFICATES: usize = 8;
+
+impl Identity {
+    /// Drops the certificates that end first, so that one more has room. What the agent speaks with stays: the one that it shows now
+    /// (`but`), and the one that it showed last. So an agent whose answer was lost renews again with what it has.
+    fn make_room(&mut self, but: &[&str]) {
+        while self.certificates.len() >= CERTIFICATES {
+            let superseded = self
+                .certificates
+                .values()
+                .filter(|it| !but.contains(&it.serial.as_str()) && self.shown.as_ref() != Some(&it.serial));
+            let Some(oldest) = superseded.min_by_key(|it| (it.not_after, &it.serial)).map(|it| it.serial.clone())
+            else {
+                return;
+            };
+            self.certificates.remove(&oldest);
+        }
+    }
+}
+
 impl Node {
     pub(super) fn register(
         registration: Registration,
@@ -96,6 +117,8 @@ impl Node {
             fenced_by: BTreeSet::new(),
             tasks: BTreeMap::new(),
             refusals: Refusals::default(),
+            claimed_gpus: BTreeSet::new(),
+            contested_gpus: BTreeMap::new(),
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -112,9 +135,8 @@ impl Node {
 
     pub(super) fn revise(
         &self,
-        host: Option<String>,
-        port: Option<u16>,
-        ssh_username: Option<String>,
+        (host, port, ssh_username): (Option<String>, Option<u16>, Option<String>),
+        probe: Option<Probe>,
         if_version: Option<i64>,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
@@ -122,13 +144,19 @@ impl Node {
             return Err(Rejection::VersionDiffers);
         }
         if self.life.is_gone() {
-            return Err(self.wrong_state(&Command::Revise { host, port, ssh_username, if_version }));
+            return Err(self.wrong_state(&Command::Revise { host, port, ssh_username, probe, if_version }));
         }
         let mut next = self.clone();
         let to = &mut next.registration;
         to.host = host.unwrap_or_else(|| to.host.clone());
         to.port = port.unwrap_or(to.port);
         to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
+        let is_elsewhere = (&to.host, to.port) != (&self.registration.host, self.registration.port);
+        // What was found of the old address says nothing of the new one.
+        if probe.is_some() || is_elsewhere {
+            next.probe = probe;
+        }
+        let to = &next.registration;
         let audit = self.audit(AuditAction::NodesUpdate, json!({ "host": to.host, "port": to.port }));
         Ok(next.answered("revised by an administrator").audit(audit))
     }
@@ -234,6 +262,7 @@ impl Node {
             json!({ "serial": issued.serial, "not_after": issued.not_after }),
         );
         let certificate = Certificate { generation, ..issued };
+        next.identity.make_room(&[serial, &certificate.serial]);
         next.identity.certificates.insert(certificate.serial.clone(), certificate);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: self.identity.recoveries_left };
         Ok(Step::to(next, reply, "the agent renewed its certificate").audit(audit))

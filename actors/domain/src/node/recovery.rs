@@ -16,6 +16,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
+/// Spent nonces that a node remembers. None is forgotten before its end, or it could be used twice.
+const NONCES: usize = 64;
+
 /// What an agent shows when it recovers, with the certificate that the edge has made ready for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recovery {
@@ -86,6 +89,9 @@ impl Node {
             }
             Some(_) if ctx.now >= shown.nonce.until => Some(TokenCause::NonceExpired),
             Some(_) if identity.spent_nonces.contains_key(&shown.nonce.value) => Some(TokenCause::NonceSpent),
+            Some(_) if identity.spent_nonces.values().filter(|until| **until > ctx.now).count() >= NONCES => {
+                Some(TokenCause::TooManyNonces)
+            }
             Some(_) => None,
         };
         cause.map_or(Ok(()), |cause| Err(Rejection::TokenRefused { cause }))

@@ -1,6 +1,6 @@
 //! Who holds the node's GPUs, and the work that sets tenants up and takes them down.
 
-use super::{HeldLogins, Life, Node, Rejection, Reply, TerminalOrder};
+use super::{Health, HeldLogins, Life, Node, PREVENT_ALLOCATION, Rejection, Reply, TerminalOrder};
 use crate::again::Again;
 use crate::allocation::{AuthorizedKey, Placed};
 use crate::audit::AuditAction;
@@ -15,6 +15,9 @@ use std::collections::BTreeMap;
 
 /// Why nobody is let in, whom the agent has set up.
 const BROKEN: &str = "the machine has a critical fault";
+
+/// Bytes of its tenants' public keys with which a node takes one more tenant.
+const KEYS_BYTES: usize = 24 * 1024;
 
 /// One allocation's hold on GPUs of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -178,6 +181,10 @@ impl Node {
         if let Some(why) = self.not_schedulable() {
             return Err(Rejection::NotSchedulable { why });
         }
+        let held = self.holds.values().flat_map(|hold| &hold.keys).chain(&keys);
+        if held.map(|key| key.public_key.len() + key.fingerprint.len()).sum::<usize>() > KEYS_BYTES {
+            return Err(Rejection::NotSchedulable { why: "its tenants' SSH keys leave no room for more".to_owned() });
+        }
         let devices: Vec<_> = self.free_devices().take(gpu_count as usize).collect();
         if devices.len() < gpu_count as usize {
             return Err(Rejection::NotEnoughGpus { free: self.gpus_free(), wanted: gpu_count });
@@ -225,6 +232,11 @@ impl Node {
         }
         if let Some(why) = self.mismatch() {
             return Some(why);
+        }
+        if let Some(alert) = self.health.alerts.iter().find(|alert| Health::is_of_class(alert, PREVENT_ALLOCATION)) {
+            let text = |field: &str| alert.get(field).and_then(Value::as_str).unwrap_or_default();
+            let (probe, target, message) = (text("probe_id"), text("target"), text("message"));
+            return Some(format!("an alert of its agent prevents new allocations: {probe} on {target}: {message}"));
         }
         let unproven = self
             .holds

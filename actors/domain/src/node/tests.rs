@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod claims;
 mod life;
 mod logins;
 mod recovery;
@@ -429,7 +430,13 @@ fn lives() -> Vec<(&'static str, Story)> {
 }
 
 fn life_commands() -> Vec<(&'static str, Principal, Command)> {
-    let revise = |if_version| Command::Revise { host: Some("b".into()), port: None, ssh_username: None, if_version };
+    let revise = |if_version| Command::Revise {
+        host: Some("b".into()),
+        port: None,
+        ssh_username: None,
+        probe: None,
+        if_version,
+    };
     let reason = || "r".to_owned();
     vec![
         ("register", admin(), Command::Register { registration: Box::new(registration()), probe: None }),

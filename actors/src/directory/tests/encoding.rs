@@ -202,6 +202,7 @@ fn node_commands() -> Vec<node::Command> {
             host: Some("b".into()),
             port: Some(u16::MAX),
             ssh_username: None,
+            probe: None,
             if_version: Some(i64::MAX),
         },
         Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: Some(60) },

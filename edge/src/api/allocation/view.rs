@@ -2,6 +2,7 @@
 
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
+use domain::node::Node;
 use domain::{Machine, Timestamp};
 use persistence::read::Cost;
 use serde::{Deserialize, Serialize};
@@ -119,7 +120,14 @@ pub(in crate::api) struct HealthView {
 }
 
 impl AllocationView {
-    pub(in crate::api) fn of(it: &Allocation, version: i64, cost: Option<&Cost>, now: Timestamp) -> Self {
+    /// `node` is where it is placed, where that was read.
+    pub(in crate::api) fn of(
+        it: &Allocation,
+        node: Option<&Node>,
+        version: i64,
+        cost: Option<&Cost>,
+        now: Timestamp,
+    ) -> Self {
         let asked = it.asked.clone();
         let (node_id, placed) = it.place().unzip();
         let deadline = it.deadline();
@@ -153,7 +161,7 @@ impl AllocationView {
             billed_until: cost.and_then(|cost| cost.billed_until),
             cost_to_date_minor: cost.map_or(0, |cost| cost.cost.minor()),
             ssh: SshView::of(it),
-            health: HealthView::of(it),
+            health: HealthView::of(it, node),
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             deadline_at: deadline.map(|deadline| deadline.at),
             requested_at: it.requested_at,
@@ -217,16 +225,21 @@ impl SshView {
 }
 
 impl HealthView {
-    fn of(it: &Allocation) -> Option<Self> {
+    fn of(it: &Allocation, node: Option<&Node>) -> Option<Self> {
         match &it.phase {
             Phase::ReleaseFailed { reason, .. } => Some(Self {
                 status: "critical",
                 message: format!("Cleaning up after it failed ({reason}); it is not in use any more."),
             }),
-            Phase::Active { .. } => it.fault.as_ref().map(|fault| Self {
-                status: "critical",
-                message: format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at),
-            }),
+            Phase::Active { placed, .. } => {
+                let fault = it.fault.as_ref().map(|fault| {
+                    format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at)
+                });
+                let status = if fault.is_some() { "critical" } else { "warning" };
+                let alerts = node.map(|node| node.tenant_messages(&placed.devices)).unwrap_or_default();
+                let messages: Vec<&str> = fault.as_deref().into_iter().chain(alerts).collect();
+                (!messages.is_empty()).then(|| Self { status, message: messages.join(" ") })
+            }
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {
                 None
             }

@@ -194,3 +194,30 @@ async fn a_failed_release_is_an_administrators_to_move_on() {
     let forced = world.post(&admin("force-release")).admin().json(&why).send().await;
     assert_eq!((&forced.is(202)["state"], &forced.body["state_reason"]), (&json!("released"), &json!("forced")));
 }
+
+#[tokio::test]
+async fn alert_of_the_machine_is_shown_to_the_tenant_whose_gpus_it_is_about() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let node = world.enrolled_node("h100x4", 4, "m").await;
+    world.poll(node).await;
+    world.places(Placing::On(node));
+    let rented = rent(&world, "rented", &wanted()).await;
+    let id = id_of(&rented);
+    world.tell::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    let path = format!("/api/v1/allocations/{id}");
+    assert_eq!(world.get(&path).user("ann").send().await.is(200)["health"], Value::Null);
+    let alert = |target: &str, message: &str| {
+        json!({
+            "probe_id": "xid", "target": target, "classifications": ["warn"], "message": "for operators",
+            "tenant_message": message,
+        })
+    };
+    let alerts = vec![alert("node", "The machine is warm."), alert("GPU-m-3", "Not for everybody.")];
+    world.beats(node, "m", 4, alerts).await;
+    let shown = world.get(&path).user("ann").send().await;
+    let health = &shown.is(200)["health"];
+    assert_eq!((&health["status"], &health["message"]), (&json!("warning"), &json!("The machine is warm.")));
+    let listed = world.get("/api/v1/allocations").user("ann").send().await;
+    assert_eq!(&listed.is(200)["items"][0]["health"], health);
+}

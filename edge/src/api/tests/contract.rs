@@ -47,6 +47,14 @@ fn the_description_is_as_reviewed() {
 }
 
 #[test]
+fn nothing_sealed_is_in_the_description() {
+    let text = document().to_string();
+    for name in ["scheduler_metadata", "_enc\""] {
+        assert!(!text.contains(name), "{name} is described as served");
+    }
+}
+
+#[test]
 fn the_page_and_the_description_list_the_same_routes() {
     let described: BTreeSet<_> = operations(&document()).into_iter().map(|(method, path, _)| (method, path)).collect();
     let served: BTreeSet<_> = rows().into_iter().map(|(_, method, path)| (method, path)).collect();

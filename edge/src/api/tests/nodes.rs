@@ -306,3 +306,83 @@ async fn reports_of_a_node_are_read_page_by_page_with_their_tasks() {
     assert_eq!(last["ended"], first["ended"]);
     assert_eq!(read("").await["next_page"], Value::Null);
 }
+
+#[tokio::test]
+async fn changed_address_is_probed_like_a_new_one_and_a_name_that_does_not_resolve_says_so() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let mut body = node_body("h100x4", 4);
+    (body["host"], body["port"], body["probe"]) = ("192.0.2.1".into(), 1.into(), true.into());
+    let probed = world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+    let path = format!("/api/v1/admin/nodes/{}", probed.is(201)["id"].as_str().unwrap());
+    let change = async |change: Value| world.call(Method::PATCH, &path).admin().json(&change).send().await;
+    let moved = change(json!({ "host": "nowhere.example" })).await;
+    assert_eq!(moved.is(200)["probe"]["result"], "unreachable");
+    assert_eq!(moved.body["probe"]["error"], "the name does not resolve");
+    let denied = change(json!({ "host": "127.0.0.1" })).await;
+    assert_eq!(denied.refused(400, "probe_target_denied")["field"], "host");
+    assert_eq!(
+        world.get(&path).admin().send().await.is(200)["host"],
+        "nowhere.example",
+        "a refused change changes nothing"
+    );
+    let unprobed = change(json!({ "host": "192.0.2.2", "probe": false })).await;
+    assert_eq!(unprobed.is(200)["probe"], Value::Null, "what was found of the old address is gone");
+    let again = change(json!({ "probe": true })).await;
+    assert!(again.is(200)["probe"]["checked_at"].is_string());
+    change(json!({ "probe": false })).await.refused(400, "invalid_request");
+}
+
+#[tokio::test]
+async fn node_that_never_was_active_is_removed_by_way_of_its_retirement() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let id = world.node("h100x4", 4).await;
+    let path = format!("/api/v1/admin/nodes/{id}");
+    let order = async |verb: &str| {
+        world.post(&format!("{path}/{verb}")).admin().json(&json!({ "reason": "never needed" })).send().await
+    };
+    let early = order("remove").await;
+    assert_eq!(early.refused(400, "invalid_request")["state"], "registered");
+    assert!(early.body["message"].as_str().unwrap().contains("retire it first"), "{}", early.body);
+    world.post(&format!("{path}/enrollment-token")).admin().send().await.is(201);
+    order("remove").await.refused(400, "invalid_request");
+    assert_eq!(order("retire").await.is(200)["state"], "retired");
+    let removed = order("remove").await;
+    assert!([200, 202].contains(&removed.status), "{}", removed.body);
+}
+
+#[tokio::test]
+async fn two_nodes_that_report_the_same_gpus_end_with_one_active_and_the_other_quarantined_with_its_id() {
+    let world = World::new().await;
+    world.sku("h100x4", 4).await;
+    let (one, other) = (world.enrolled_node("h100x4", 4, "same").await, world.enrolled_node("h100x4", 4, "same").await);
+    futures::future::join(world.poll(one), world.poll(other)).await;
+    let node =
+        async |id: domain::NodeId| world.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone();
+    let (mut first, mut second) = (one, other);
+    if node(one).await["state"] != "active" {
+        (first, second) = (other, one);
+    }
+    assert_eq!(node(first).await["state"], "active");
+    let quarantined = node(second).await;
+    assert_eq!((&quarantined["state"], &quarantined["gpus_free"]), (&json!("quarantined"), &json!(0)));
+    assert_eq!(quarantined["state_reason"]["code"], "gpu_of_another_node");
+    let message = quarantined["state_reason"]["message"].as_str().unwrap();
+    assert!(message.contains(&first.to_string()), "{message}");
+    let audited = world.get(&format!("/api/v1/admin/audit-log?action=nodes.quarantine")).admin().send().await;
+    assert_eq!(audited.is(200)["items"].as_array().unwrap().len(), 1, "{}", audited.body);
+
+    let order = async |id: domain::NodeId, verb: &str| {
+        let path = format!("/api/v1/admin/nodes/{id}/{verb}");
+        world.post(&path).admin().json(&json!({ "reason": "one is a copy" })).send().await
+    };
+    let early = order(second, "release-quarantine").await;
+    early.refused(409, "state_conflict");
+    assert!(early.body["message"].as_str().unwrap().contains(&first.to_string()), "{}", early.body);
+    order(first, "retire").await.is(200);
+    order(second, "release-quarantine").await.refused(409, "state_conflict");
+    let removed = order(first, "remove").await;
+    assert!([200, 202].contains(&removed.status), "{}", removed.body);
+    assert_eq!(order(second, "release-quarantine").await.is(200)["state"], "active");
+}

@@ -73,6 +73,7 @@ pub(super) enum Placing {
     NoCapacity,
     OverQuota,
     Unaffordable,
+    NotIsolated,
 }
 
 /// What opens the forced refresh of the provider's keys.
@@ -339,7 +340,7 @@ impl World {
         self.set_value(key, PolicyValue::Bool(on));
     }
 
-    fn set_value(&self, key: Key, value: PolicyValue) {
+    pub(super) fn set_value(&self, key: Key, value: PolicyValue) {
         let mut book = PolicyBook::clone(&self.clock.policy.load());
         book.set(key, Scope::Global, Timestamp::UNIX_EPOCH, value).unwrap();
         self.clock.policy.store(Arc::new(book));
@@ -380,6 +381,38 @@ impl World {
 
     /// The same, with an agent that has enrolled and polled.
     pub(super) async fn active_node(&self, sku: &str, gpus: u32) -> NodeId {
+        let id = self.enrolled_node(sku, gpus, &Uuid::new_v4().to_string()).await;
+        self.poll(id).await;
+        id
+    }
+
+    /// The node's agent asks for work for the first time.
+    pub(super) async fn poll(&self, id: NodeId) {
+        self.ask::<Node>(&Principal::Node(id), id.0, node::Command::Poll { serial: "01".into() }).await.unwrap();
+    }
+
+    /// A heartbeat of such a node.
+    pub(super) async fn beats(&self, id: NodeId, machine: &str, gpus: u32, alerts: Vec<Value>) {
+        let now = self.clock.now();
+        let seen = node::Seen {
+            boot_id: "boot".into(),
+            agent_version: "1.0.0".into(),
+            protocol: 3,
+            last_seen_at: now,
+            silent_at: now,
+            task_types: None,
+        };
+        let command = node::Command::Heartbeat {
+            serial: "01".into(),
+            seen: Box::new(seen),
+            inventory: Box::new(inventory(machine, gpus)),
+            health: Box::new(node::Health { status: node::HealthStatus::Warning, alerts }),
+        };
+        self.ask::<Node>(&Principal::Node(id), id.0, command).await.unwrap();
+    }
+
+    /// A node whose GPUs' UUIDs are made of this name.
+    pub(super) async fn enrolled_node(&self, sku: &str, gpus: u32, machine: &str) -> NodeId {
         let id = self.node(sku, gpus).await;
         let issued = self.post(&format!("/api/v1/admin/nodes/{id}/enrollment-token")).admin().send().await;
         let token = issued.is(201)["bootstrap_bundle"]["SVC_ENROLLMENT_TOKEN"].as_str();
@@ -400,10 +433,9 @@ impl World {
             boot_id: "boot".into(),
             agent_version: "1.0.0".into(),
             protocol: 3,
-            inventory: inventory(gpus),
+            inventory: inventory(machine, gpus),
         };
         self.ask::<Node>(&agent, id.0, node::Command::Enroll(Box::new(enrollment))).await.unwrap();
-        self.ask::<Node>(&agent, id.0, node::Command::Poll { serial: "01".into() }).await.unwrap();
         id
     }
 
@@ -458,8 +490,8 @@ pub(super) fn node_body(sku: &str, gpus: u32) -> Value {
     })
 }
 
-fn inventory(gpus: u32) -> Inventory {
-    let gpu = |index| Gpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 80_000 };
+fn inventory(machine: &str, gpus: u32) -> Inventory {
+    let gpu = |index| Gpu { index, uuid: format!("GPU-{machine}-{index}"), model: "H100".into(), memory_mib: 80_000 };
     Inventory {
         gpus: (0..gpus).map(gpu).collect(),
         gpu_source: "simulated".into(),
@@ -486,6 +518,7 @@ async fn play(services: Services, placing: Arc<Mutex<Placing>>, mut published: t
             Placing::NoCapacity => {
                 allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
             }
+            Placing::NotIsolated => allocation::Command::NotIsolated,
             Placing::OverQuota => allocation::Command::OverQuota { limit: 50 },
             Placing::Unaffordable => {
                 allocation::Command::Unaffordable { message: "There is nothing to pay it from.".into() }
@@ -644,14 +677,17 @@ impl Remote for Alone {
     }
 }
 
-/// Every name is the machine of the test, which may not be probed.
+/// `nowhere.example` does not resolve. Every other name is the machine of the test, which may not be probed.
 struct Names;
 
 impl Resolve for Names {
     fn resolve<'a>(
         &'a self,
-        _: &'a str,
+        name: &'a str,
     ) -> std::pin::Pin<Box<dyn Future<Output = std::io::Result<Vec<IpAddr>>> + Send + 'a>> {
+        if name == "nowhere.example" {
+            return Box::pin(async { Err(std::io::Error::other("no such name")) });
+        }
         Box::pin(async { Ok(vec![IpAddr::from([127, 0, 0, 1])]) })
     }
 }

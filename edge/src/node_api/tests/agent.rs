@@ -17,9 +17,14 @@ use wire::proof::{Checked, CleanupReport, Finding, Outcome};
 use wire::task::TaskPayload;
 
 pub(crate) fn h100s(count: u32) -> Inventory {
+    h100s_of(Uuid::nil(), count)
+}
+
+/// The GPUs of this node alone.
+pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> Inventory {
     let gpu = |index| Gpu {
         index,
-        uuid: format!("GPU-{}", Uuid::from_u128(u128::from(index) + 1)),
+        uuid: format!("GPU-{}", Uuid::from_u128(node_id.as_u128() ^ (u128::from(index) + 1))),
         vendor: "NVIDIA".into(),
         model: "H100".into(),
         memory_mib: 81_559,
@@ -54,6 +59,13 @@ impl Applicant {
 
 pub(super) fn recovery_key() -> SigningKey {
     SigningKey::from_bytes(&rand::random())
+}
+
+/// The same, of a machine with GPUs of its own.
+pub(super) fn enrollment_of(node_id: Uuid, token: &str, csr_pem: &str, recovery: &SigningKey, boot_id: Uuid) -> Value {
+    let mut body = enrollment(token, csr_pem, recovery, boot_id);
+    body["inventory"] = json!(h100s_of(node_id, 2));
+    body
 }
 
 /// The body of an enrollment that is in order.
@@ -152,7 +164,7 @@ impl Agent {
             "agent_version": "0.1.0",
             "protocol": 3,
             "sent_at": Utc::now(),
-            "inventory": h100s(2),
+            "inventory": h100s_of(self.node_id, 2),
             "telemetry": {"cpu_percent": 3.5, "gpus": [{"uuid": "GPU-1", "utilization_percent": 7}]},
             "health": {"status": "ok", "alerts": []},
             "verifier_set_version": 0,

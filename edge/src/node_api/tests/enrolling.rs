@@ -1,4 +1,4 @@
-use super::agent::{Agent, Applicant, enrollment, recovery_key};
+use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
 use super::world::{Answer, World, logs};
 use crate::bundle::bootstrap_bundle;
 use chrono::{DateTime, TimeDelta, Utc};
@@ -63,6 +63,7 @@ async fn whatever_is_wrong_with_a_token_is_one_answer_and_the_log_knows_the_caus
     let others = world.token(other, None).await;
     let replaced = world.token(other, None).await;
     let of_gone = world.token(gone, None).await;
+    world.admin(gone, Command::Retire { reason: "test".into(), drain: false }).await;
     world.admin(gone, Command::Remove { reason: "test".into() }).await;
     world.advance(TimeDelta::seconds(6));
 
@@ -239,6 +240,47 @@ async fn an_address_that_floods_is_told_to_wait() {
 }
 
 #[tokio::test]
+async fn node_that_renews_without_end_is_told_to_wait_and_goes_on_beating() {
+    let world = World::new().await;
+    let agent = world.active().await;
+    let mut admitted = 0;
+    let limited = loop {
+        let answer = agent.renew(&world).await;
+        if answer.status == 429 {
+            break answer;
+        }
+        answer.is(200);
+        admitted += 1;
+        assert!(admitted <= 25, "renewals are not limited");
+    };
+    assert!(admitted >= 20, "{admitted}");
+    let details = limited.refused(429, "rate_limited");
+    assert_eq!(details["policy_key"], "rate_limit.node_renewals_per_minute");
+    assert!(limited.headers.contains_key("retry-after"));
+    assert!(world.node(agent.node_id).await.identity.certificates.len() <= 8);
+    agent.beat(&world).await.is(200);
+}
+
+#[tokio::test]
+async fn node_that_floods_its_routes_is_told_to_wait_and_hinders_no_other() {
+    let world = World::new().await;
+    world.set_policy(Key::RateLimitNodeRequests, 600);
+    let (loud, quiet) = (world.active().await, world.active().await);
+    let mut limited = None;
+    for _ in 0..40 {
+        let flood = (0..50).map(|_| loud.get(&world, "tasks/wait?timeout_seconds=0"));
+        let answers: Vec<Answer> = futures::future::join_all(flood).await;
+        limited = answers.into_iter().find(|answer| answer.status == 429);
+        if limited.is_some() {
+            break;
+        }
+    }
+    let limited = limited.expect("a bound per node");
+    assert_eq!(limited.refused(429, "rate_limited")["policy_key"], "rate_limit.node_requests_per_minute");
+    quiet.beat(&world).await.is(200);
+}
+
+#[tokio::test]
 async fn a_renewed_certificate_and_the_one_before_it_are_both_good() {
     let world = World::new().await;
     let agent = world.active().await;
@@ -296,7 +338,8 @@ async fn an_enrollment_whose_commit_is_uncertain_is_carried_through() {
     let token = world.token(node_id, None).await;
     let (applicant, recovery) = (Applicant::new(), recovery_key());
     world.memory.loses_an_answer.store(true, std::sync::atomic::Ordering::SeqCst);
-    let answer = world.enroll(node_id, &enrollment(&token, &applicant.csr_pem, &recovery, Uuid::new_v4())).await;
+    let answer =
+        world.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &recovery, Uuid::new_v4())).await;
     let certificate = answer.is(201)["certificate_pem"].as_str().unwrap();
     assert!(!world.memory.loses_an_answer.load(std::sync::atomic::Ordering::SeqCst));
     let agent = Agent::new(&world, node_id, Uuid::new_v4(), recovery, certificate, &applicant.key);

@@ -1,4 +1,4 @@
-use super::agent::{Agent, Applicant, enrollment, recovery_key};
+use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
 use super::world::{Answer, World, logs};
 use chrono::TimeDelta;
 use domain::TokenId;
@@ -28,7 +28,7 @@ impl Machine {
         let node_id = world.register().await;
         let token = world.token(node_id, None).await;
         let (applicant, key, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
-        let answer = world.enroll(node_id, &enrollment(&token, &applicant.csr_pem, &key, boot_id)).await;
+        let answer = world.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &key, boot_id)).await;
         let certificate = answer.is(201)["certificate_pem"].as_str().unwrap().to_owned();
         let agent = Agent::new(world, node_id, boot_id, key.clone(), &certificate, &applicant.key);
         agent.beat(world).await.is(200);

@@ -1,6 +1,6 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
-use super::agent::{Agent, Applicant, enrollment, recovery_key};
+use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
 use super::store::Memory;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
@@ -286,7 +286,7 @@ impl World {
 
     /// The node as its machine knows it.
     pub(super) async fn node(&self, node_id: Uuid) -> Node {
-        let revise = Command::Revise { host: None, port: None, ssh_username: None, if_version: None };
+        let revise = Command::Revise { host: None, port: None, ssh_username: None, probe: None, if_version: None };
         match self.admin(node_id, revise).await {
             Reply::Node { node } => *node,
             other => panic!("{other:?}"),
@@ -332,7 +332,8 @@ impl World {
         let node_id = self.register().await;
         let token = self.token(node_id, None).await;
         let (applicant, recovery, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
-        let answer = self.enroll(node_id, &enrollment(&token, &applicant.csr_pem, &recovery, boot_id)).await;
+        let answer =
+            self.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &recovery, boot_id)).await;
         let certificate = answer.is(201)["certificate_pem"].as_str().unwrap().to_owned();
         Agent::new(self, node_id, boot_id, recovery, &certificate, &applicant.key)
     }

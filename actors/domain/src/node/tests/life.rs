@@ -223,7 +223,126 @@ fn a_quarantine_of_what_was_never_enrolled_can_be_released() {
     node().quarantined().admin(release.clone()).expect("registered");
     node().invited().quarantined().admin(release).expect("bootstrap-issued");
     // And it cannot slip into service from there.
-    assert!(matches!(node().quarantined().refuses(&admin(), retire(false)), Rejection::WrongState { .. }));
+    let retired = node().quarantined().retired().expect("retired");
+    let reactivate = Command::Reactivate { reason: "r".into() };
+    assert!(matches!(retired.refuses(&admin(), reactivate), Rejection::NotInOrder { .. }));
+}
+
+#[test]
+fn node_that_never_was_active_is_retired_with_its_token_and_certificate_and_then_removed() {
+    let remove = || Command::Remove { reason: "r".into() };
+    for story in [node(), node().invited(), node().enrolled(), node().invited().quarantined()] {
+        assert!(matches!(story.refuses(&admin(), remove()), Rejection::WrongState { .. }), "{}", story.node.state());
+        let retired = story.retired().expect("retired");
+        assert_eq!((retired.node.identity.token.is_none(), retired.node.identity.certificates.len()), (true, 0));
+        assert_eq!(retired.node.claims().len(), 0, "it never had GPUs");
+        assert!(matches!(retired.refuses(&agent(), enrollment()), Rejection::TokenRefused { .. }));
+        assert_eq!(retired.refuses(&agent(), poll()), Rejection::CertificateUnknown);
+        retired.removing().expect("removing");
+    }
+}
+
+#[test]
+fn node_retired_before_it_was_active_comes_back_only_with_a_new_identity() {
+    let reactivate = || Command::Reactivate { reason: "r".into() };
+    let retired = node().enrolled().retired();
+    let refused = retired.refuses(&admin(), reactivate());
+    assert!(refused.to_string().contains("reissue-enrollment"), "{refused}");
+    let mut anew = enrollment();
+    if let Command::Enroll(shown) = &mut anew {
+        shown.token_sha256 = [8; 32];
+    }
+    retired.admin(reissue(false)).agent(anew).expect("retired").admin(reactivate()).expect("active");
+}
+
+#[test]
+fn renewals_leave_few_certificates_and_always_those_that_the_agent_may_speak_with() {
+    let mut story = node().active();
+    // The agent never receives an answer: it renews with what it has, again and again.
+    for n in 0..500 {
+        let mut issued = certificate(&format!("n{n}"));
+        issued.not_after += TimeDelta::seconds(n);
+        story = story.agent(Command::Renew { serial: SERIAL.into(), issued });
+        assert!(story.node.identity.certificates.len() <= 8);
+        assert!(story.node.identity.certificates.contains_key(SERIAL), "what it shows");
+        assert!(story.node.identity.certificates.contains_key(&format!("n{n}")), "what it is given");
+    }
+    let size = serde_json::to_string(&story.node).unwrap().len();
+    assert!(size < 8 * 1024, "{size} bytes");
+    let mut issued = certificate("next");
+    issued.not_after += TimeDelta::days(1);
+    let next =
+        story.agent(Command::Poll { serial: "n499".into() }).agent(Command::Renew { serial: "n499".into(), issued });
+    assert!(next.node.identity.certificates.contains_key("n499"));
+}
+
+#[test]
+fn alert_that_prevents_allocation_stops_placement_while_it_stands() {
+    let alert = json!({
+        "probe_id": "xid", "target": "GPU-1", "classifications": ["prevent_allocation"],
+        "message": "Xid 79", "tenant_message": "A GPU of this node has failed.",
+    });
+    let beat = |status, alerts: Vec<serde_json::Value>| Command::Heartbeat {
+        serial: SERIAL.into(),
+        seen: seen("boot-1"),
+        inventory: Box::new(inventory(GPUS)),
+        health: Box::new(Health { status, alerts }),
+    };
+    let warned = node().active().ready().agent(beat(HealthStatus::Warning, vec![alert.clone()])).expect("active");
+    assert_eq!(warned.node.gpus_free(), 0);
+    let why = warned.node.not_schedulable().unwrap();
+    assert!(why.contains("xid on GPU-1: Xid 79"), "{why}");
+    assert!(matches!(warned.refuses(&worker(), reserve(OTHER, 1)), Rejection::NotSchedulable { .. }));
+    // The tenant has GPU 0: the alert is about another one's.
+    let of = |index: u32| vec![crate::event::Device { index, uuid: format!("GPU-{index}") }];
+    assert_eq!(warned.node.tenant_messages(&of(0)), Vec::<&str>::new());
+    assert_eq!(warned.node.tenant_messages(&of(1)), ["A GPU of this node has failed."]);
+    let mut of_all = alert;
+    of_all["target"] = "node".into();
+    of_all["classifications"] = json!(["warn"]);
+    let other = warned.clone().agent(beat(HealthStatus::Ok, vec![of_all.clone(), of_all]));
+    assert_eq!(
+        other.node.tenant_messages(&of(0)),
+        ["A GPU of this node has failed."],
+        "once, however often it is said"
+    );
+    assert_eq!(other.node.gpus_free(), GPUS - 1, "a warning prevents nothing");
+    assert_eq!(warned.heard().node.gpus_free(), GPUS - 1);
+}
+
+#[test]
+fn node_takes_no_tenant_whose_keys_its_record_has_no_room_for() {
+    let key = |n: u128| AuthorizedKey {
+        id: crate::SshKeyId(Uuid::from_u128(n)),
+        public_key: "k".repeat(740),
+        fingerprint: "f".repeat(50),
+    };
+    let reserve = |allocation_id, keys: u128| Command::Reserve {
+        allocation_id,
+        gpu_count: 1,
+        keys: (0..keys).map(key).collect(),
+        revision: 0,
+    };
+    let one = node().active().told(reserve(TENANT, 30));
+    assert!(matches!(one.refuses(&worker(), reserve(OTHER, 2)), Rejection::NotSchedulable { .. }));
+    one.told(reserve(OTHER, 1));
+}
+
+#[test]
+fn probe_of_the_old_address_goes_with_it() {
+    let probe = |reachable| Some(Probe { reachable, checked_at: start(), error: None });
+    let revise = |host: &str, probe| Command::Revise {
+        host: Some(host.into()),
+        port: None,
+        ssh_username: None,
+        probe,
+        if_version: None,
+    };
+    let mut story = node();
+    story.node.probe = probe(true);
+    assert_eq!(story.clone().admin(revise("node-a", None)).node.probe, probe(true), "the same address");
+    assert_eq!(story.clone().admin(revise("node-b", None)).node.probe, None);
+    assert_eq!(story.admin(revise("node-b", probe(false))).node.probe, probe(false));
 }
 
 #[test]

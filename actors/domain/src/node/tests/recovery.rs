@@ -119,3 +119,18 @@ fn a_reissue_revokes_the_certificate_where_it_is_told_to() {
     assert_eq!(revoked.refuses(&agent(), poll()), Rejection::CertificateUnknown);
     assert_eq!(revoked.effects, [Effect::CloseNode(NODE)]);
 }
+
+#[test]
+fn recoveries_with_an_old_state_fill_the_record_with_no_more_than_a_few_nonces() {
+    let mut story = node().active().agent(recover(recovery(1)));
+    let mut refused = 0;
+    for n in 2..=255 {
+        // A clone, whose generation is the one before.
+        match story.ask(&agent(), recover(recovery(n))) {
+            Ok(step) => story.node = step.next.unwrap(),
+            Err(Rejection::TokenRefused { cause: TokenCause::TooManyNonces }) => refused += 1,
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert_eq!((story.node.identity.spent_nonces.len(), refused), (64, 191));
+}
