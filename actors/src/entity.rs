@@ -112,7 +112,7 @@ impl<M: Machine> Hosted<M> {
             match output {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
-                    let broke = |reason| Input::Loaded(Err(StoreError { reason }));
+                    let broke = |reason| Input::Loaded(Err(StoreError::unavailable(reason)));
                     let loading = async move { Input::Loaded(host.store().load(entity).await) };
                     tell_later(myself, Span::current(), loading, broke);
                 }
@@ -125,7 +125,7 @@ impl<M: Machine> Hosted<M> {
                 }
                 Output::LookUp(id) => {
                     let (host, span) = (Arc::clone(&self.host), self.span_under_way());
-                    let broke = |reason| Input::Looked(Err(StoreError { reason }));
+                    let broke = |reason| Input::Looked(Err(StoreError::unavailable(reason)));
                     let looking = async move { Input::Looked(host.store().command(id).await) };
                     tell_later(myself, span, looking, broke);
                 }

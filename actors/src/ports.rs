@@ -27,6 +27,16 @@ pub trait Store: Send + Sync + 'static {
 #[error("the store cannot be read: {reason}")]
 pub struct StoreError {
     pub reason: String,
+    /// True where the store holds what no member has committed: reading it again ends the same way.
+    pub is_altered: bool,
+}
+
+impl StoreError {
+    /// The store cannot be asked at the moment.
+    #[must_use]
+    pub const fn unavailable(reason: String) -> Self {
+        Self { reason, is_altered: false }
+    }
 }
 
 /// The other members of the cluster.

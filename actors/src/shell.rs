@@ -236,6 +236,10 @@ impl<M: Machine> Shell<M> {
                     self.over(Output::Park(reason), out);
                 }
             },
+            Err(StoreError { reason, is_altered: true }) => {
+                self.refuse_waiting(&AskError::Parked { reason: reason.clone() }, out);
+                self.over(Output::Park(reason), out);
+            }
             Err(error) => {
                 self.refuse_waiting(&AskError::Unavailable { reason: error.to_string() }, out);
                 self.over(Output::Lose(error.to_string()), out);

@@ -272,7 +272,7 @@ impl Ledger {
     fn read<T>(fault: Fault, found: Option<T>) -> Result<Option<T>, StoreError> {
         match fault {
             Fault::Unreachable | Fault::LostBefore | Fault::LostAfter => {
-                Err(StoreError { reason: "unreachable".to_owned() })
+                Err(StoreError::unavailable("unreachable".to_owned()))
             }
             Fault::None | Fault::Disturbed | Fault::Forbidden | Fault::Panics => Ok(found),
         }

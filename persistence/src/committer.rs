@@ -29,6 +29,7 @@ pub use sequence::Sequences;
 pub use worker::WorkerStatus;
 
 use crate::outbox::OutboxRow;
+use crate::seal::Seals;
 use batch::Job;
 use domain::commit::{Commit, Outcome};
 use domain::id::{MemberId, Shard};
@@ -62,6 +63,8 @@ pub struct CommitterConfig {
     pub patient_postings: usize,
     /// After this the server gives a batch up.
     pub statement_timeout: Duration,
+    /// What snapshots are sealed with. `None`: by nothing, in tests of what has no keys.
+    pub seals: Option<Seals>,
     /// The shards' counters. A committer that is started anew under the same epochs must be given the same ones.
     pub sequences: Sequences,
 }
@@ -76,6 +79,7 @@ impl CommitterConfig {
             batch: 512,
             patient_postings: 2048,
             statement_timeout: Duration::from_secs(5),
+            seals: None,
             sequences: Sequences::default(),
         }
     }
@@ -90,6 +94,7 @@ pub struct Committer {
 struct Inner {
     lanes: Vec<Lane>,
     under_way: UnderWay,
+    seals: Option<Seals>,
     metrics: CommitterMetrics,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -130,14 +135,16 @@ impl Committer {
             lanes.push(Lane { jobs, status });
         }
         let under_way = UnderWay::default();
-        Self { inner: Arc::new(Inner { lanes, under_way, metrics, stop, tasks: Mutex::new(tasks) }) }
+        Self {
+            inner: Arc::new(Inner { lanes, under_way, seals: config.seals, metrics, stop, tasks: Mutex::new(tasks) }),
+        }
     }
 
     /// Makes one transition durable, together with what else is waiting, and says what became of it.
     pub async fn commit(&self, commit: Commit) -> Outcome {
         let (shard, patient) = (commit.shard, commit.patient);
         let (answer, outcome) = oneshot::channel();
-        let outcome = match Job::new(commit, answer, &self.inner.under_way) {
+        let outcome = match Job::new(commit, answer, self.inner.seals.as_ref(), &self.inner.under_way) {
             Err(refused) => refused,
             Ok(job) => match self.lane(shard).jobs.of(patient).try_send(job) {
                 Ok(()) => {

@@ -1,5 +1,7 @@
 //! What a statement outside the committer can fail with.
 
+use crate::seal::Refused;
+
 /// A statement failed. `doing` is for the operator's eye; what a caller of the API is told is the edge's to choose.
 #[derive(Debug, thiserror::Error)]
 #[error("the store failed while {doing}")]
@@ -15,6 +17,16 @@ impl StoreError {
     pub fn took_too_long(&self) -> bool {
         const QUERY_CANCELED: &str = "57014";
         self.source.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() == Some(QUERY_CANCELED)
+    }
+
+    /// Why a stored snapshot is not decided from, where that is it.
+    #[must_use]
+    #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: a refusal has one form there")]
+    pub fn seal_refused(&self) -> Option<Refused> {
+        match &self.source {
+            sqlx::Error::Decode(source) => source.downcast_ref().copied(),
+            _ => None,
+        }
     }
 
     /// True where the database could not be reached or had no time: trying again may help.

@@ -28,6 +28,7 @@ pub use waiting::{Waiting, WaitingFilter};
 
 use crate::answers::Answers;
 use crate::pool::Kept;
+use crate::seal::Seals;
 use sqlx::PgPool;
 
 /// The most rows of one page.
@@ -38,12 +39,19 @@ pub const PAGE_MAX: u32 = 1000;
 pub struct Reads {
     pool: PgPool,
     kept: Kept,
+    seals: Option<Seals>,
 }
 
 impl Reads {
     #[must_use]
     pub fn new(pool: PgPool) -> Self {
-        Self { kept: Kept::like(&pool), pool }
+        Self { kept: Kept::like(&pool), pool, seals: None }
+    }
+
+    /// Snapshots that are decided from must have their seal.
+    #[must_use]
+    pub fn sealed(self, seals: Seals) -> Self {
+        Self { seals: Some(seals), ..self }
     }
 
     /// The stored answers of requests, over the same connections.

@@ -12,6 +12,7 @@ pub use payments::Payments;
 pub use variables::{ConfigError, Problem};
 
 use anyhow::Context;
+use domain::Timestamp;
 use edge::auth::internal::InternalToken;
 use edge::identity::TrustDomain;
 use edge::tls::{ServerTls, server_config};
@@ -39,6 +40,8 @@ pub struct Config {
     pub nats_ca: Option<PathBuf>,
     /// Seals secrets at rest. Nothing starts without it.
     pub key_ring: Arc<KeyRing>,
+    /// Until when snapshots without a seal are taken: while the release before, which does not seal, still runs.
+    pub unsealed_until: Option<Timestamp>,
     pub public_listen: SocketAddr,
     pub node_listen: SocketAddr,
     /// Who stands in front of the node API, if anybody does.
@@ -222,6 +225,7 @@ impl Config {
             package: package(it),
             payments: payments::payments(it),
             roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),
+            unsealed_until: unsealed_until(it),
             // Last, so that everything else is read where one of them is missing.
             key_ring: key_ring?,
             trust_domain: trust_domain?,
@@ -231,6 +235,17 @@ impl Config {
 
 const TERMINAL_URL: &str = "SVC_TERMINAL_URL";
 const VERIFIER_KEYS: &str = "NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS";
+
+/// An instant in RFC 3339's form, where the variable is set.
+fn unsealed_until(variables: &mut Variables<'_>) -> Option<Timestamp> {
+    const NAME: &str = "SVC_UNSEALED_SNAPSHOTS_UNTIL";
+    let text = variables.optional(NAME)?;
+    let read = text.parse::<Timestamp>();
+    if read.is_err() {
+        variables.wrong(format!("{NAME} is {text:?}; it must be a time such as 2026-01-31T12:00:00Z"));
+    }
+    read.ok()
+}
 
 /// The URL is a secret: it may hold a password.
 fn database(variables: &mut Variables<'_>) -> (String, Option<PathBuf>) {

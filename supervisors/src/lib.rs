@@ -10,6 +10,7 @@ pub mod ledger_command;
 pub mod logging;
 pub mod node_ca_command;
 pub mod runtime;
+pub mod seal_command;
 pub mod serve;
 pub mod supervisor;
 pub mod traces;

@@ -8,6 +8,7 @@ use supervisors::config::ConfigError;
 use supervisors::dev::{self, DevArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
+use supervisors::seal_command::{self, SealArgs};
 use supervisors::{config, exit, logging, serve};
 
 /// Gives memory back after a burst, and touches no page of a buffer before somebody writes to it (decisions/0014).
@@ -40,6 +41,8 @@ enum Command {
     Audit(AuditArgs),
     /// Verifies the ledger: every balance against its entries.
     Ledger(LedgerArgs),
+    /// Seals stored snapshots that an operator answers for: after an upgrade from a release that does not seal, or one that was refused.
+    SealSnapshots(SealArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
     NodeCa(NodeCaArgs),
     /// Prints what a member's user of NATS may publish and subscribe to, as the server's configuration wants it.
@@ -84,6 +87,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             use std::io::Write;
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
+        Command::SealSnapshots(args) => seal_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::NatsPermissions { name, roles } => {
             use std::io::Write;

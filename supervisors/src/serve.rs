@@ -149,7 +149,13 @@ impl Process {
         edge::idempotency::COUNTERS.register(&registry)?;
         edge::webhook::COUNTERS.register(&registry)?;
         let pool = open_database(&config).await?;
-        let reads = Reads::new(pool.clone());
+        let ring = Arc::clone(&config.key_ring);
+        let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
+        // Before any secret is opened, so that what is wrong is said with what to do.
+        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
+        let seals = trust::seals(&secrets, config.unsealed_until).await?;
+        seals.register(&registry)?;
+        let reads = Reads::new(pool.clone()).sealed(seals.clone());
         let member = MemberId(Uuid::new_v4());
         let (committed, mut rows) = mpsc::channel(RELAY_QUEUE);
         if !config.roles.contains(&Role::OutboxRelay) {
@@ -157,15 +163,12 @@ impl Process {
             rows.close();
         }
         let metrics = CommitterMetrics::register(&registry)?;
-        let committer = Committer::start(&pool, CommitterConfig::new(member), metrics, committed.clone());
+        let sealing = CommitterConfig { seals: Some(seals), ..CommitterConfig::new(member) };
+        let committer = Committer::start(&pool, sealing, metrics, committed.clone());
         let (view, look) = (Arc::new(View::new(me(member, &config))), Arc::new(Notify::new()));
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
         let (polls, connections, keys_changed) = (Polls::default(), Connections::default(), Arc::new(Notify::new()));
-        let ring = Arc::clone(&config.key_ring);
-        let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
-        // Before any secret is opened, so that what is wrong is said with what to do.
-        secrets.rewrap().check().await.context("the key ring does not fit the database")?;
         let domain = config.trust_domain.clone();
         let keys = Keys::read(&secrets, &reads, &domain).await.context("the keys cannot be read")?;
         let in_force = KeysInForce::new(keys);

@@ -1,15 +1,16 @@
 //! The keys of the control plane: made once for the cluster, sealed at rest, the same in every replica.
 
 use anyhow::Context;
+use domain::Timestamp;
 use ed25519_dalek::SigningKey;
 use edge::identity::TrustDomain;
 use edge::keys::KeysInForce;
 use edge::node_api::nonce::Nonces;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
-use persistence::Secrets;
 use persistence::audit::AuditKey;
 use persistence::envelope::KeyRing;
+use persistence::{Seals, Secrets};
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice};
 use serde_json::json;
@@ -69,6 +70,15 @@ pub async fn audit_key(secrets: &Secrets) -> anyhow::Result<AuditKey> {
     let secret = secrets.get_or_create("audit_signing/active", || (random(32), json!({}))).await?;
     let seed: &[u8; 32] = secret.value.expose_secret().try_into().context("the audit key has a wrong length")?;
     Ok(AuditKey::new(SigningKey::from_bytes(seed)))
+}
+
+/// What binds stored snapshots to the members that committed them.
+///
+/// # Errors
+/// As [`load`].
+pub async fn seals(secrets: &Secrets, accepts_unsealed_until: Option<Timestamp>) -> anyhow::Result<Seals> {
+    let secret = secrets.get_or_create("snapshot_seal", || (random(32), json!({}))).await?;
+    Ok(Seals::new(&secret.value, accepts_unsealed_until)?)
 }
 
 fn random(bytes: usize) -> SecretSlice<u8> {

@@ -73,13 +73,13 @@ impl Store for Durable {
     fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
         async move {
             if !self.committer.certain(entity.id, shard_of(entity.id)).await {
-                return Err(StoreError {
-                    reason: "the fate of a transition that was sent is not known yet".to_owned(),
-                });
+                return Err(StoreError::unavailable(
+                    "the fate of a transition that was sent is not known yet".to_owned(),
+                ));
             }
             self.loader.load(entity).await.map_err(|error| match error {
                 LoadError::Store(error) => unreadable(&error),
-                LoadError::Ended => StoreError { reason: error.to_string() },
+                LoadError::Ended => StoreError::unavailable(error.to_string()),
             })
         }
         .boxed()
@@ -115,5 +115,5 @@ impl Store for Durable {
 }
 
 fn unreadable(error: &persistence::StoreError) -> StoreError {
-    StoreError { reason: format!("{error}: {}", error.source) }
+    StoreError { reason: format!("{error}: {}", error.source), is_altered: error.seal_refused().is_some() }
 }

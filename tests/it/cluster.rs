@@ -146,6 +146,7 @@ async fn a_corrupt_snapshot_is_parked_and_shown_while_a_hundred_others_go_on() {
     }
     let statement = "UPDATE entity SET body = '{\"nobody\": \"can read this\"}' WHERE id = $1 RETURNING version";
     let _: i64 = sqlx::query_scalar(statement).bind(sick.id).fetch_one(&world.pool).await.unwrap();
+    world.seal(sick.id).await;
     for index in 0..2 {
         world.restart_replica(index).await;
     }
@@ -214,6 +215,7 @@ async fn repair(world: &World, sick: &OnboardedNode, like: Uuid) {
                      '{\"state\": \"registered\"}') FROM entity sound WHERE entity.id = $1::uuid AND sound.id = $2";
     let done = sqlx::query(statement).bind(sick.id.to_string()).bind(like).execute(&world.pool).await.unwrap();
     assert_eq!(done.rows_affected(), 1);
+    world.seal(sick.id).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

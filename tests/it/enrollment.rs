@@ -251,3 +251,16 @@ fn expect_reason(answer: &Answer, reason: &str) {
     let body = &answer.refused(401, "invalid_node_identity").body;
     assert_eq!(body["details"]["reason"], reason, "{answer}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bundle_names_the_verifier_keys_that_the_operator_configures() {
+    let keys: Vec<String> = (0..2)
+        .map(|_| wire::PublicKey::from(&ed25519_dalek::SigningKey::from_bytes(&rand::random())).to_string())
+        .collect();
+    let configured = format!("first:active:{},second:staged:{}", keys[0], keys[1]);
+    let mut world = World::plan().variable("NODE_BOOTSTRAP_TASK_SIGNING_PUBKEYS", &configured).start().await;
+    world.offer("h100", GPUS).await;
+    let node = world.register("h100").await;
+    assert_eq!(world.bundle(&node).await.task_signing_pubkeys, configured);
+    world.end().await;
+}

@@ -1,6 +1,7 @@
 //! The whole service, as its users, operators and nodes meet it: real processes, real Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod altered;
 mod audit;
 mod billing;
 mod billing_chaos;

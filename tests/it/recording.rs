@@ -448,6 +448,7 @@ async fn a_recording_is_deleted_when_it_is_as_old_as_its_policy_lets_it_be() {
     .execute(&world.pool)
     .await
     .unwrap();
+    world.seal(old).await;
     sqlx::query("UPDATE recording SET created_at = created_at - interval '31 days' WHERE session_id = $1")
         .bind(old)
         .execute(&world.pool)

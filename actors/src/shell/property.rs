@@ -222,7 +222,7 @@ impl Universe {
     }
 
     fn deliver(&mut self, end: End) {
-        let unreachable = || StoreError { reason: "unreachable".to_owned() };
+        let unreachable = || StoreError::unavailable("unreachable".to_owned());
         let reads = matches!(end, End::Well | End::Disturbed | End::Refused);
         match self.pending.take() {
             None => {}

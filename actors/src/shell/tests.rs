@@ -103,7 +103,7 @@ fn done(key: &CommandKey, reply: Option<&str>) -> Done {
 }
 
 fn unreachable() -> StoreError {
-    StoreError { reason: "unreachable".to_owned() }
+    StoreError::unavailable("unreachable".to_owned())
 }
 
 #[test]
@@ -185,6 +185,15 @@ fn the_deadline_index_says_when_to_wake_and_what_is_waited_for() {
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     let reason = "nobody has counted".to_owned();
     assert_eq!(commit.timer, Some(Timer { wake_at: at(500), deadline_at: Some(at(500)), reason }));
+}
+
+#[test]
+fn snapshot_that_no_member_committed_parks_the_entity() {
+    let mut bench = Bench::<Counter>::starting();
+    assert_eq!(bench.ask(1, Count::Read), NOTHING);
+    let altered = StoreError { reason: "the row was altered".to_owned(), is_altered: true };
+    let said = bench.on(Input::Loaded(Err(altered)));
+    assert_eq!(said, ["1: parked: the row was altered", "park: the row was altered"]);
 }
 
 #[test]

@@ -143,5 +143,5 @@ impl Store for Durable {
 }
 
 fn unreadable(error: persistence::StoreError) -> StoreError {
-    StoreError { reason: error.to_string() }
+    StoreError::unavailable(error.to_string())
 }

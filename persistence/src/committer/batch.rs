@@ -3,6 +3,7 @@
 use super::Sequences;
 use super::under_way::{Crossing, UnderWay};
 use crate::outbox::OutboxRow;
+use crate::seal::Seals;
 use domain::audit::Audit;
 use domain::commit::{ClaimChange, CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
@@ -24,6 +25,8 @@ pub(super) struct Job {
     /// The events and the audit rows' metadata as JSON, written by the one who asks, so that the worker only moves bytes.
     events: Vec<String>,
     metadata: Vec<String>,
+    /// Binds the snapshot to this member.
+    seal: Option<Vec<u8>>,
     /// The first of its numbers: the history row's; audit rows and events follow.
     seq: i64,
     answer: oneshot::Sender<Outcome>,
@@ -32,15 +35,23 @@ pub(super) struct Job {
 
 impl Job {
     /// # Errors
-    /// [`Outcome::Refused`] where an event or an audit row cannot be written as JSON.
-    pub(super) fn new(commit: Commit, answer: oneshot::Sender<Outcome>, under_way: &UnderWay) -> Result<Self, Outcome> {
+    /// [`Outcome::Refused`] where an event or an audit row cannot be written as JSON, or the snapshot is none.
+    pub(super) fn new(
+        commit: Commit,
+        answer: oneshot::Sender<Outcome>,
+        seals: Option<&Seals>,
+        under_way: &UnderWay,
+    ) -> Result<Self, Outcome> {
         let refused = |error: serde_json::Error| Outcome::Refused { constraint: format!("not JSON: {error}") };
         let events = commit.outbox.iter().map(|(_, event)| serde_json::to_string(event));
         let events = events.collect::<Result<_, _>>().map_err(refused)?;
         let metadata = commit.audit.iter().map(|audit| serde_json::to_string(&audit.metadata));
         let metadata = metadata.collect::<Result<_, _>>().map_err(refused)?;
+        let version = commit.expected_version + 1;
+        let seal =
+            seals.map(|seals| seals.seal(commit.entity, version, &commit.snapshot)).transpose().map_err(refused)?;
         let _crossing = under_way.enter(commit.entity.id);
-        Ok(Self { commit, events, metadata, seq: 0, answer, _crossing })
+        Ok(Self { commit, events, metadata, seal, seq: 0, answer, _crossing })
     }
 
     pub(super) fn answer(self, outcome: Outcome) {
@@ -232,6 +243,7 @@ impl Batch {
             .bind(self.claims(|claims| &claims.added).map(|(_, name)| name).bind_iter())
             .bind(self.claims(|claims| &claims.dropped).map(|(ord, _)| ord).bind_iter())
             .bind(self.claims(|claims| &claims.dropped).map(|(_, name)| name).bind_iter())
+            .bind(self.each(|job| job.seal.as_deref()).bind_iter())
             .fetch_all(connection)
             .await
     }

@@ -9,12 +9,12 @@ WITH item AS MATERIALIZED (
         $3::uuid[], $4::text[], $5::smallint[], $6::bigint[], $7::bigint[], $8::bigint[], $9::text[], $10::text[],
         $11::text[], $12::text[], $13::uuid[], $14::text[], $15::timestamptz[], $16::timestamptz[], $17::text[],
         $18::timestamptz[], $19::text[], $20::uuid[], $21::bytea[], $22::text[], $23::uuid[], $24::text[], $25::text[],
-        $26::text[], $27::text[], $40::text[]
+        $26::text[], $27::text[], $40::text[], $63::bytea[]
     ) WITH ORDINALITY AS item (
         id, kind, shard, epoch, seq, expected, body, from_state,
         to_state, owner, sku, unique_name, wake_at, deadline_at, reason,
         at, command, command_id, digest, reply, consumes, why, actor,
-        correlation_id, traceparent, tracestate, ord
+        correlation_id, traceparent, tracestate, seal, ord
     )
 ),
 held AS MATERIALIZED (
@@ -57,15 +57,15 @@ ready AS MATERIALIZED (
 ),
 updated AS (
     UPDATE entity
-    SET version = entity.version + 1, state = ready.to_state, body = ready.body::jsonb, updated_at = ready.at
+    SET version = entity.version + 1, state = ready.to_state, body = ready.body::jsonb, seal = ready.seal, updated_at = ready.at
     FROM ready
     WHERE entity.id = ANY ($3) AND entity.id = ready.id AND entity.version = ready.expected
       AND entity.kind = ready.kind AND entity.shard = ready.shard
     RETURNING entity.id
 ),
 created AS (
-    INSERT INTO entity (id, kind, shard, version, state, body, owner, sku, unique_name, created_at, updated_at)
-    SELECT id, kind, shard, 1, to_state, body::jsonb, owner, sku, unique_name, at, at FROM ready WHERE expected = 0
+    INSERT INTO entity (id, kind, shard, version, state, body, seal, owner, sku, unique_name, created_at, updated_at)
+    SELECT id, kind, shard, 1, to_state, body::jsonb, seal, owner, sku, unique_name, at, at FROM ready WHERE expected = 0
     ON CONFLICT (id) DO NOTHING
     RETURNING id
 ),

@@ -96,9 +96,9 @@ impl Reads {
     pub async fn snapshots(&self, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
         // Each for itself: a plan for the whole list that was made while the table was small reads all of it, for as long as it is kept.
         let query = sqlx::query(
-            "SELECT found.id, found.kind, found.version, found.body::text
+            "SELECT found.id, found.kind, found.version, found.body::text, found.seal
              FROM unnest($1::uuid[]) AS wanted (id)
-             CROSS JOIN LATERAL (SELECT id, kind, version, body FROM entity WHERE id = wanted.id LIMIT 1) AS found",
+             CROSS JOIN LATERAL (SELECT id, kind, version, body, seal FROM entity WHERE id = wanted.id LIMIT 1) AS found",
         )
         .bind(entities.iter().map(|entity| entity.id).collect::<Vec<_>>());
         let rows = self.kept.fetch_all(query).await.doing("loading entities")?;
@@ -108,10 +108,21 @@ impl Reads {
         for row in &rows {
             let (entity, snapshot) = snapshot_row(row).doing("loading entities")?;
             if let Some(entity) = entity.filter(|entity| wanted.contains(entity)) {
+                self.check(entity, &snapshot, row.try_get(4)).doing("loading entities")?;
                 found.insert(entity, snapshot);
             }
         }
         Ok(found)
+    }
+
+    fn check(
+        &self,
+        entity: EntityRef,
+        snapshot: &Snapshot,
+        seal: Result<Option<Vec<u8>>, sqlx::Error>,
+    ) -> Result<(), sqlx::Error> {
+        let Some(seals) = &self.seals else { return Ok(()) };
+        seals.check(entity, snapshot.version, &snapshot.body, seal?.as_deref()).map_err(damaged)
     }
 
     /// The same, of one.
@@ -119,11 +130,15 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn snapshot(&self, entity: EntityRef) -> Result<Option<Snapshot>, StoreError> {
-        let query = sqlx::query("SELECT version, body::text FROM entity WHERE id = $1 AND kind = $2")
+        let query = sqlx::query("SELECT version, body::text, seal FROM entity WHERE id = $1 AND kind = $2")
             .bind(entity.id)
             .bind(entity.kind.as_str());
         let row = self.kept.fetch_optional(query).await;
-        let snapshot = |row: PgRow| Ok(Snapshot { version: row.try_get(0)?, body: row.try_get(1)? });
+        let snapshot = |row: PgRow| {
+            let snapshot = Snapshot { version: row.try_get(0)?, body: row.try_get(1)? };
+            self.check(entity, &snapshot, row.try_get(2))?;
+            Ok(snapshot)
+        };
         row.and_then(|row| row.map(snapshot).transpose()).doing("loading an entity")
     }
 

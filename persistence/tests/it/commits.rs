@@ -5,7 +5,10 @@ use crate::world::{World, at, bare, command, create, event, next};
 use domain::commit::{ClaimChange, Commit, Done, Epoch, Footing, Outcome};
 use domain::id::{EventId, Kind, MemberId, Shard};
 use domain::machine::Keys;
-use persistence::CommitterConfig;
+use persistence::loader::LoadError;
+use persistence::seal::Refused;
+use persistence::{CommitterConfig, Loader, Seals};
+use secrecy::SecretSlice;
 use sqlx::Row;
 use std::time::Duration;
 use uuid::Uuid;
@@ -102,6 +105,69 @@ async fn what_rests_on_another_passes_only_while_the_other_is_as_it_was_read() {
     let together = [create(4), Commit { rests_on: on(1), ..create(5) }, Commit { rests_on: on(2), ..create(6) }];
     let outcomes = world.commit_all(&together).await;
     assert_eq!(outcomes, [Outcome::Applied, Outcome::Conflict, Outcome::Applied]);
+}
+
+fn seals() -> Seals {
+    Seals::new(&SecretSlice::from(vec![7; 32]), None).unwrap()
+}
+
+#[tokio::test]
+async fn row_that_is_altered_beside_the_committer_is_not_read_to_be_decided_from() {
+    let world = World::with(Database::fresh().await, |config| config.seals = Some(seals())).await;
+    let snapshot = r#"{"keys": ["a"], "share": 2.50, "big": 1e16, "tiny": 1e-7, "text": "\u00e4 \" \\"}"#.to_owned();
+    let (first, other) = (Commit { snapshot, ..create(1) }, create(2));
+    assert_eq!(world.commit_all(&[first.clone(), other.clone()]).await, [Outcome::Applied, Outcome::Applied]);
+    let reads = world.reads().sealed(seals());
+    let second = next(&first);
+    assert_eq!(reads.snapshot(first.entity).await.unwrap().unwrap().version, 1);
+    assert_eq!(world.commit(&second).await, Outcome::Applied);
+    assert_eq!(reads.snapshot(first.entity).await.unwrap().unwrap().version, 2);
+    for (altered, why) in [
+        ("UPDATE entity SET body = jsonb_set(body, '{version}', '7') WHERE id = $1", Refused::Altered),
+        ("UPDATE entity SET version = 3 WHERE id = $1", Refused::Unsealed),
+        ("UPDATE entity SET seal = NULL WHERE id = $1", Refused::Unsealed),
+    ] {
+        let before: (serde_json::Value, i64, Option<Vec<u8>>) =
+            sqlx::query_as("SELECT body, version, seal FROM entity WHERE id = $1")
+                .bind(first.entity.id)
+                .fetch_one(world.pool())
+                .await
+                .unwrap();
+        sqlx::query(altered).bind(first.entity.id).execute(world.pool()).await.unwrap();
+        assert_eq!(reads.snapshot(first.entity).await.unwrap_err().seal_refused(), Some(why), "{altered}");
+        // It takes no other with it that is loaded in the same query.
+        let loader = Loader::start(&reads);
+        let (refused, read) = tokio::join!(loader.load(first.entity), loader.load(other.entity));
+        assert!(matches!(refused, Err(LoadError::Store(error)) if error.seal_refused() == Some(why)), "{altered}");
+        assert_eq!(read.unwrap().unwrap().version, 1);
+        sqlx::query("UPDATE entity SET body = $2, version = $3, seal = $4 WHERE id = $1")
+            .bind(first.entity.id)
+            .bind(before.0)
+            .bind(before.1)
+            .bind(before.2)
+            .execute(world.pool())
+            .await
+            .unwrap();
+        assert_eq!(reads.snapshot(first.entity).await.unwrap().unwrap().version, 2, "put back");
+    }
+}
+
+#[tokio::test]
+async fn operator_seals_what_an_older_release_wrote_and_what_they_looked_at_themselves() {
+    let old = World::new().await;
+    let commits: Vec<Commit> = (0..7).map(create).collect();
+    old.commit_all(&commits).await;
+    let reads = old.reads().sealed(seals());
+    assert_eq!(reads.snapshot(commits[0].entity).await.unwrap_err().seal_refused(), Some(Refused::Unsealed));
+    assert_eq!(seals().adopt(old.pool(), None).await.unwrap(), 7);
+    assert_eq!(seals().adopt(old.pool(), None).await.unwrap(), 0);
+    assert!(reads.snapshot(commits[0].entity).await.is_ok());
+    let altered = commits[1].entity;
+    sqlx::query("UPDATE entity SET body = '{}' WHERE id = $1").bind(altered.id).execute(old.pool()).await.unwrap();
+    assert_eq!(seals().adopt(old.pool(), None).await.unwrap(), 0, "what was altered is not sealed with the others");
+    assert_eq!(reads.snapshot(altered).await.unwrap_err().seal_refused(), Some(Refused::Altered));
+    assert_eq!(seals().adopt(old.pool(), Some(altered.id)).await.unwrap(), 1);
+    assert!(reads.snapshot(altered).await.is_ok());
 }
 
 fn claims(names: &[&str]) -> ClaimChange {

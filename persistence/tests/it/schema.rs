@@ -130,3 +130,63 @@ async fn a_secret_opens_neither_under_another_key_nor_in_another_row() {
         sqlx::query_scalar("SELECT sealed FROM secret WHERE name = 'two'").fetch_one(&db.pool).await.unwrap();
     assert!(!stored.windows(3).any(|window| window == b"two"));
 }
+
+#[tokio::test]
+async fn sealed_columns_of_the_specification_exist_in_storage() {
+    let world = World::new().await;
+    let allocation = create(1);
+    let entity = domain::id::EntityRef { kind: domain::Kind::Allocation, ..allocation.entity };
+    let snapshot = r#"{"asked": {"scheduler_request_enc": "c2VhbGVk"}}"#.to_owned();
+    assert_eq!(world.commit(&Commit { entity, snapshot, ..allocation }).await, Outcome::Applied);
+    let metadata: serde_json::Value =
+        sqlx::query_scalar("SELECT scheduler_metadata FROM allocation_scheduling WHERE allocation_id = $1")
+            .bind(entity.id)
+            .fetch_one(world.pool())
+            .await
+            .unwrap();
+    assert_eq!(metadata, serde_json::json!({ "scheduler_request_enc": "c2VhbGVk" }));
+    let private: Option<Vec<u8>> = sqlx::query_scalar("SELECT ssh_private_key_enc FROM entity WHERE id = $1")
+        .bind(entity.id)
+        .fetch_one(world.pool())
+        .await
+        .unwrap();
+    assert_eq!(private, None, "nothing is imported, and nothing else writes it");
+}
+
+/// The claims that nodes of the release before have, duplicates among them.
+#[tokio::test]
+async fn claims_are_filled_from_the_nodes_that_there_are_and_of_two_the_older_one_has_the_gpu() {
+    let world = World::new().await;
+    let node = |n: u32, state: &'static str, gpus: &[&str]| {
+        let gpus: Vec<_> = gpus.iter().map(|uuid| serde_json::json!({ "uuid": uuid })).collect();
+        let made = create(n);
+        Commit {
+            entity: domain::id::EntityRef { kind: domain::Kind::Node, ..made.entity },
+            snapshot: serde_json::json!({ "inventory": { "gpus": gpus } }).to_string(),
+            to_state: state,
+            at: made.at + chrono::TimeDelta::milliseconds(n.into()),
+            ..made
+        }
+    };
+    let bare = Commit { snapshot: r#"{"inventory": null}"#.to_owned(), ..node(5, "active", &[]) };
+    let nodes = [
+        node(1, "active", &["GPU-A", "GPU-B"]),
+        node(2, "offline", &["gpu-b", "GPU-C"]),
+        node(3, "enrolling", &["GPU-D"]),
+        node(4, "removed", &["GPU-E"]),
+        bare,
+    ];
+    world.commit_all(&nodes).await;
+    sqlx::raw_sql("DROP TABLE claim").execute(world.pool()).await.unwrap();
+    sqlx::raw_sql(include_str!("../../../migrations/0036_claim.sql")).execute(world.pool()).await.unwrap();
+    let claims: Vec<(String, uuid::Uuid)> =
+        sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(world.pool()).await.unwrap();
+    let [one, two] = [nodes[0].entity.id, nodes[1].entity.id];
+    assert_eq!(claims, [("gpu/gpu-a".into(), one), ("gpu/gpu-b".into(), one), ("gpu/gpu-c".into(), two)]);
+    let listed: serde_json::Value = sqlx::query_scalar("SELECT body->'claimed_gpus' FROM entity WHERE id = $1")
+        .bind(two)
+        .fetch_one(world.pool())
+        .await
+        .unwrap();
+    assert_eq!(listed, serde_json::json!(["GPU-C"]));
+}

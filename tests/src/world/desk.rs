@@ -206,6 +206,7 @@ impl World {
             .await
             .expect("the database counts it");
         at_once.commit().await.expect("the database takes it");
+        self.seal(id).await;
         PaymentId(id)
     }
 }

@@ -6,6 +6,7 @@ use domain::invariant;
 use domain::node::Node;
 use domain::{AllocationId, NodeId};
 use reqwest::StatusCode;
+use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use sqlx::Row;
 use std::collections::BTreeMap;
@@ -23,6 +24,20 @@ pub struct Step {
 }
 
 impl World {
+    /// Answers for a row that the test has written, as an operator does (`gpuaas seal-snapshots`): members take it.
+    pub async fn seal(&self, entity: Uuid) {
+        let settings = &self.settings;
+        let output = tokio::process::Command::new(&settings.executable)
+            .args(["seal-snapshots", "--entity", &entity.to_string()])
+            .env("SVC_DATABASE_URL", settings.database_url.expose_secret())
+            .env("SVC_DATABASE_CA_PATH", &settings.ca_path)
+            .env("SVC_KEK_FILE", &settings.key_ring_path)
+            .output()
+            .await
+            .expect("gpuaas runs");
+        assert!(output.status.success(), "gpuaas seal-snapshots: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
     /// The history of one entity, in order.
     pub async fn history_of(&self, entity: Uuid) -> Vec<Step> {
         let statement =

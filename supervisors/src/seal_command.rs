@@ -1,0 +1,43 @@
+//! `gpuaas seal-snapshots`: an operator answers for what is stored.
+
+use crate::trust;
+use anyhow::Context;
+use persistence::Secrets;
+use persistence::envelope::KeyRing;
+use persistence::pool::{self, PoolConfig};
+use secrecy::SecretString;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+use uuid::Uuid;
+
+/// Which snapshots to seal, and where they are.
+#[derive(Debug, clap::Args)]
+pub struct SealArgs {
+    /// The one entity that an operator has looked at after its row was refused. Without it: every entity that has no seal, as after an
+    /// upgrade from a release that does not seal; one whose seal does not hold is left as it is.
+    #[arg(long)]
+    entity: Option<Uuid>,
+    #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true)]
+    database_url: Option<SecretString>,
+    /// What the database's certificate is verified by.
+    #[arg(long, env = "SVC_DATABASE_CA_PATH")]
+    database_ca: Option<PathBuf>,
+    /// The key ring that seals secrets at rest.
+    #[arg(long, env = "SVC_KEK_FILE")]
+    kek_file: PathBuf,
+}
+
+/// # Errors
+/// Where the database or the key ring cannot be used.
+pub async fn run(args: SealArgs) -> anyhow::Result<()> {
+    let url = args.database_url.context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
+    let mut config = PoolConfig::new(url, args.database_ca);
+    (config.application_name, config.connections) = ("gpuaas seal-snapshots".to_owned(), 1);
+    let pool = pool::open(&config)?;
+    let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
+    let secrets = Secrets::new(pool.clone(), Arc::new(ring));
+    let sealed = trust::seals(&secrets, None).await?.adopt(&pool, args.entity).await?;
+    writeln!(std::io::stdout(), "{sealed} snapshots were sealed as they are stored")?;
+    Ok(())
+}
