@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and keeps the tokens under `$XDG_CONFIG_HOME/gpuctl` |
 //! | `skus list` · `show` · `create` · `update` · `activate` · `deprecate` · `deactivate` | `GET /api/v1/skus`, `/api/v1/admin/skus…` |
+//! | `capacity` | `GET /api/v1/capacity` |
 //! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is there |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal sessions list` · `show` · `end` · `kill` | `/api/v1/allocations/{id}/terminal-sessions…`, `/api/v1/admin/terminal-sessions…` |

@@ -4,9 +4,9 @@ use crate::api::{Api, Query};
 use crate::complete;
 use crate::failure::Failure;
 use crate::out::Column;
+use crate::reference::{Kind, Ref};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
-use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -24,8 +24,11 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One value, by its id, while it is in force or lies ahead.
-    Show { policy_value: Uuid },
+    /// One value, while it is in force or lies ahead.
+    Show {
+        /// Its id, the beginning of it, or its key where it has one value alone.
+        policy_value: Ref,
+    },
     /// Sets a value: for everybody, or for whom it is said.
     Set {
         #[arg(add = complete::policy_keys())]
@@ -96,7 +99,8 @@ const CATALOG: [Column; 6] = [
     ("SCOPES", "/scopes"),
     ("MEANING", "/meaning"),
 ];
-const VALUES: [Column; 6] = [
+const VALUES: [Column; 7] = [
+    ("ID", "/id"),
     ("KEY", "/key"),
     ("VALUE", "/value"),
     ("SCOPE", "/scope"),
@@ -108,6 +112,14 @@ const RESOLVED: [Column; 5] =
     [("key", "/key"), ("value", "/value"), ("from", "/source"), ("scope", "/scope"), ("since", "/effective_at")];
 
 const PATH: &str = "/api/v1/admin/policy-values";
+
+const VALUE: Kind = Kind {
+    noun: "policy value",
+    listed_by: "gpuctl policy list",
+    path: PATH,
+    names: &["/key"],
+    shown: &["/key", "/scope", "/value"],
+};
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
@@ -121,7 +133,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             api.out.list(&api.list(PATH, &query, limit.into()).await?, &VALUES)
         }
         Command::Show { policy_value } => {
-            api.out.show(&api.get(&format!("{PATH}/{policy_value}"), &[]).await?, &VALUES)
+            let id = policy_value.id(&VALUE, api).await?;
+            api.out.show(&api.get(&format!("{PATH}/{id}"), &[]).await?, &VALUES)
         }
         Command::Set { key, value, scope, reason, effective_at, old_value } => {
             let scope: Value = scope.fields().map(|(name, value)| (name.to_owned(), Value::from(value))).collect();

@@ -3,9 +3,9 @@
 use crate::api::{Api, Query};
 use crate::failure::Failure;
 use crate::out::Column;
+use crate::reference::{Kind, Ref};
 use clap::ValueEnum;
 use serde_json::json;
-use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -22,8 +22,11 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// One binding, by its id.
-    Show { binding: Uuid },
+    /// One binding.
+    Show {
+        /// Its id, the beginning of it, or the user where they have one role.
+        binding: Ref,
+    },
     /// Gives a user a role.
     Bind {
         /// The user's id at the identity provider; `gpuctl whoami` shows one's own.
@@ -67,10 +70,24 @@ impl Role {
     }
 }
 
-const BINDINGS: [Column; 5] =
-    [("USER", "/subject"), ("ROLE", "/role"), ("BOUND", "/bound_at"), ("BY", "/bound_by"), ("WHY", "/reason")];
+const BINDINGS: [Column; 6] = [
+    ("ID", "/id"),
+    ("USER", "/subject"),
+    ("ROLE", "/role"),
+    ("BOUND", "/bound_at"),
+    ("BY", "/bound_by"),
+    ("WHY", "/reason"),
+];
 
 const PATH: &str = "/api/v1/admin/platform-roles/bindings";
+
+const BINDING: Kind = Kind {
+    noun: "binding",
+    listed_by: "gpuctl roles list",
+    path: PATH,
+    names: &["/subject"],
+    shown: &["/subject", "/role"],
+};
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
@@ -79,7 +96,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             api.out.list(&api.list(PATH, &query, limit.into()).await?, &BINDINGS)
         }
-        Command::Show { binding } => api.out.show(&api.get(&format!("{PATH}/{binding}"), &[]).await?, &BINDINGS),
+        Command::Show { binding } => {
+            let id = binding.id(&BINDING, api).await?;
+            api.out.show(&api.get(&format!("{PATH}/{id}"), &[]).await?, &BINDINGS)
+        }
         Command::Bind { user, role, reason } => {
             let body = json!({ "subject": user, "role": role.name(), "reason": reason });
             let bound = api.post(PATH, &body).await?;

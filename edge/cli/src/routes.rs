@@ -146,10 +146,11 @@ pub(crate) fn for_people(message: &str) -> String {
 
 /// The command that calls the route, which may have values or names in its braces.
 fn command_of(method: &str, path: &str) -> Option<&'static str> {
-    let found = COMMANDS.iter().find(|(route, _)| {
+    let found = COMMANDS.iter().filter(|(route, _)| {
         route.split_once(' ').is_some_and(|(known, template)| known == method && fits(template, path))
     });
-    found.map(|(_, command)| *command)
+    // A part of its own goes before a name in braces.
+    found.min_by_key(|(route, _)| route.matches('{').count()).map(|(_, command)| *command)
 }
 
 /// Whether the path is one of the template's.

@@ -316,6 +316,7 @@ fn message_names_commands_in_place_of_routes_and_no_position() {
             "Field `gpu_count` cannot be read: a number is needed (line 1, column 15).",
             "Field `gpu_count` cannot be read: a number is needed.",
         ),
+        ("GET /api/v1/admin/policy-values/resolve says what holds.", "`gpuctl policy resolve POLICY` says what holds."),
         ("The body is not valid JSON at line 1, column 7.", "The body is not valid JSON."),
         ("Look at `GET /api/v1/allocations/{id}`.", "Look at `gpuctl allocations show ALLOCATION`."),
         ("See (GET /api/v1/admin/keys), and wait.", "See (`gpuctl keys list`), and wait."),
