@@ -15,6 +15,7 @@ use axum::{
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
 
 use crate::error::{ApiError, Code};
 
@@ -29,6 +30,43 @@ impl Default for BodyLimit {
         Self(1 << 20)
     }
 }
+
+/// The slowest a body may arrive; a layer may set another with `axum::Extension(BodyPace { .. })`. A sender that is slower holds a
+/// connection and a place among the requests for next to nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct BodyPace {
+    /// How long a body may take before its rate counts.
+    pub grace: Duration,
+    /// The rate that it must have on average after that.
+    pub bytes_per_second: u32,
+}
+
+impl Default for BodyPace {
+    fn default() -> Self {
+        Self { grace: Duration::from_secs(5), bytes_per_second: 1024 }
+    }
+}
+
+impl BodyPace {
+    /// The time up to which the next bytes of a body must arrive that began at `begun` and of which `received` bytes have arrived.
+    fn due(self, begun: Instant, received: usize) -> Instant {
+        let micros = received as u64 * 1_000_000 / u64::from(self.bytes_per_second.max(1));
+        begun + self.grace + Duration::from_micros(micros)
+    }
+
+    fn too_slow(self) -> ApiError {
+        let Self { grace, bytes_per_second } = self;
+        let message = format!(
+            "The body arrived too slowly: after {} s it must have {bytes_per_second} bytes a second. Send the request again over a \
+             faster connection.",
+            grace.as_secs()
+        );
+        ApiError::invalid_request(message).detail("reason", "body_too_slow")
+    }
+}
+
+/// Room that is reserved for a body before its first byte; a declared length is a promise, and costs its sender nothing.
+const RESERVED_BYTES: usize = 16 * 1024;
 
 /// How much of a body that is too large is read and thrown away, so that its sender lives to read the answer.
 const DRAIN_BYTES: usize = 32 << 20;
@@ -172,12 +210,21 @@ fn once(headers: &HeaderMap) -> Result<(), ApiError> {
         .detail("field", "Content-Type"))
 }
 
-/// Reads a body within its [`BodyLimit`].
+/// Reads a body within its [`BodyLimit`] and at its [`BodyPace`].
 ///
 /// # Errors
-/// `payload_too_large` over the limit; `invalid_request` where the connection broke within the body.
+/// `payload_too_large` over the limit; `invalid_request` where the connection broke within the body or the body is too slow.
 pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
+    read_body_claiming(request, |_| Ok(())).await
+}
+
+/// As [`read_body`]; `claim` is told how many bytes are held before each further part is, and may refuse.
+pub(crate) async fn read_body_claiming(
+    request: Request,
+    mut claim: impl FnMut(usize) -> Result<(), ApiError>,
+) -> Result<Bytes, ApiError> {
     let limit = request.extensions().get::<BodyLimit>().copied().unwrap_or_default().0;
+    let pace = request.extensions().get::<BodyPace>().copied().unwrap_or_default();
     let too_large = || {
         ApiError::new(Code::PayloadTooLarge, format!("The body is over the limit of {limit} bytes."))
             .detail("limit_bytes", limit)
@@ -194,9 +241,13 @@ pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
         }
         return Err(too_large());
     }
-    let mut collected = Vec::with_capacity(declared.unwrap_or(0).min(limit as u64).try_into().unwrap_or(0));
+    let reserved = usize::try_from(declared.unwrap_or(0)).unwrap_or(limit).min(limit).min(RESERVED_BYTES);
+    let mut collected = Vec::with_capacity(reserved);
     let mut chunks = request.into_body().into_data_stream();
-    while let Some(chunk) = chunks.next().await {
+    let begun = Instant::now();
+    while let Some(chunk) =
+        timeout_at(pace.due(begun, collected.len()), chunks.next()).await.map_err(|_| pace.too_slow())?
+    {
         let chunk = chunk.map_err(|cause| {
             ApiError::invalid_request("The body ended before it was complete; send the request again.").because(cause)
         })?;
@@ -204,6 +255,7 @@ pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
             drain(Body::from_stream(chunks)).await;
             return Err(too_large());
         }
+        claim(collected.len() + chunk.len())?;
         collected.extend_from_slice(&chunk);
     }
     Ok(collected.into())
@@ -598,6 +650,23 @@ mod tests {
         assert_eq!(post_json("/nodes", just_fits.clone()).await.0, 200);
         just_fits.push(b' ');
         assert_eq!(post_json("/nodes", just_fits).await.0, 413);
+    }
+
+    #[tokio::test]
+    async fn a_body_slower_than_its_pace_is_refused_and_one_that_pauses_within_it_is_not() {
+        let pace = BodyPace { grace: std::time::Duration::from_millis(300), bytes_per_second: 1024 };
+        let send_slowly = |first: usize, pause: u64| {
+            let rest = futures::stream::once(async move {
+                tokio::time::sleep(std::time::Duration::from_millis(pause)).await;
+                Ok::<_, std::io::Error>(b"{}".to_vec())
+            });
+            let first = futures::stream::iter([Ok(vec![b' '; first])]);
+            let request = Request::post("/nodes").header("content-type", "application/json").extension(pace);
+            send(request.body(Body::from_stream(first.chain(rest))).unwrap())
+        };
+        let (status, body) = send_slowly(1, 2_000).await;
+        assert_eq!((status, &body["details"]["reason"]), (400, &json!("body_too_slow")));
+        assert_eq!(send_slowly(4096, 800).await.0, 200, "4,096 bytes make up for four seconds");
     }
 
     #[tokio::test]

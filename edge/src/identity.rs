@@ -5,6 +5,7 @@
 //! handler's to check, from the store.
 
 pub mod forwarded;
+pub mod ingress;
 pub mod proxies;
 
 use std::{fmt, sync::Arc};

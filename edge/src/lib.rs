@@ -31,6 +31,7 @@ pub mod polls;
 pub mod probe;
 pub mod processor;
 pub mod rate_limit;
+mod reception;
 pub(crate) mod recording;
 pub mod runtime;
 pub mod secret_shape;

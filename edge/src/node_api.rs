@@ -32,6 +32,7 @@ use crate::identity::TrustDomain;
 use crate::keys::KeysInForce;
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
 use crate::rate_limit::AddressLimit;
+use crate::reception::{Reception, ReceptionLimits, received};
 use crate::services::Services;
 use actors::{Answered, AskError, Asked, CommandKey};
 use axum::extract::FromRef;
@@ -92,8 +93,7 @@ pub fn router(services: Services) -> Router {
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))
         .route("/internal/v1/nodes/{id}/recover/nonce", get(recovery::nonce))
         .route("/internal/v1/nodes/{id}/recover", post(recovery::recover))
-        .route_layer(from_fn(takes_no_query))
-        .route_layer(Extension(BodyLimit(BODY_BYTES)));
+        .route_layer(from_fn(takes_no_query));
     let speaking = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
         .route("/internal/v1/nodes/{id}/heartbeat", post(heartbeat::beat))
@@ -115,7 +115,8 @@ pub fn router(services: Services) -> Router {
     let [(name, value)] = no_store();
     let never_stored = SetResponseHeaderLayer::overriding(name, value);
     let within = RequestTimeout(REQUEST_WITHIN);
-    let routes = bounded(enrolling, within, Concurrency::at_most(256))
+    let enrolling = bounded(enrolling, within, Concurrency::at_most(256));
+    let routes = received(enrolling, Reception::new(ReceptionLimits::of_bodies_up_to(BODY_BYTES)))
         .merge(bounded(speaking, within, Concurrency::at_most(1024)))
         .merge(bounded(reporting, within, Concurrency::at_most(1024)))
         .merge(bounded(recording, within, Concurrency::at_most(256)))

@@ -1,7 +1,10 @@
 //! TLS as the service ends it itself: configuration here, the listener in [`serve`], session tickets in [`tickets`], and
 //! what is connected in [`connections`].
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use rustls::{
     RootCertStore, ServerConfig,
@@ -10,8 +13,10 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::identity::{NodeCertificate, NotANode, TrustDomain, forwarded::NotForwarded};
+use crate::buckets::network_of;
+use crate::identity::{NodeCertificate, NotANode, TrustDomain, forwarded::NotForwarded, ingress::Ingress};
 
+pub mod admission;
 mod bare;
 pub mod connections;
 pub mod serve;
@@ -22,6 +27,8 @@ pub mod tickets;
 pub struct Peer {
     /// Of the client; without its port where it came through a proxy.
     pub address: SocketAddr,
+    /// The address is that of a balancer or proxy which does not say for whom the connection is: it stands for many clients.
+    stands_for_many: bool,
     shown: Shown,
     /// Whether the session was resumed from a ticket, in which case the certificate comes out of the ticket.
     pub resumed: bool,
@@ -39,7 +46,28 @@ enum Shown {
 impl Peer {
     /// Who holds a connection; `shown` is its certificate, where nodes use the listener.
     pub(crate) fn new(address: SocketAddr, shown: Option<Result<NodeCertificate, NotANode>>, resumed: bool) -> Self {
-        Self { address, shown: Shown::InTls(shown.map(Arc::new)), resumed }
+        Self { address, stands_for_many: false, shown: Shown::InTls(shown.map(Arc::new)), resumed }
+    }
+
+    /// Who holds a connection to a listener behind `ingress`.
+    pub(crate) fn connected(
+        address: SocketAddr,
+        shown: Option<Result<NodeCertificate, NotANode>>,
+        resumed: bool,
+        ingress: &Ingress,
+    ) -> Self {
+        Self { stands_for_many: ingress.is_balancer(address.ip()), ..Self::new(address, shown, resumed) }
+    }
+
+    /// The client that an HTTP proxy names in front of this connection, or all its clients where it names none.
+    pub(crate) fn forwarded_for(&self, client: Option<IpAddr>) -> Self {
+        let address = client.map_or(self.address, |client| SocketAddr::new(client, 0));
+        Self { address, stands_for_many: client.is_none(), ..self.clone() }
+    }
+
+    /// The network that bounds per address count this peer against; `None` where the address stands for many clients.
+    pub(crate) fn network(&self) -> Option<IpAddr> {
+        (!self.stands_for_many).then(|| network_of(self.address.ip()))
     }
 
     /// The client behind this peer, which is a proxy.
@@ -48,7 +76,8 @@ impl Peer {
         address: SocketAddr,
         certificate: Result<Option<CertificateDer<'static>>, NotForwarded>,
     ) -> Self {
-        Self { address, shown: Shown::ToAProxy(certificate), resumed: self.resumed }
+        let stands_for_many = address == self.address;
+        Self { address, stands_for_many, shown: Shown::ToAProxy(certificate), resumed: self.resumed }
     }
 
     /// What the client's own certificate says; `None` where it showed none.

@@ -15,7 +15,7 @@ use actors::place::id_of_name;
 use axum::extract::{Request, State};
 use axum::http::HeaderMap;
 use axum::routing::post;
-use axum::{Extension, Json, Router};
+use axum::{Json, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::processor_event::{Command, ProcessorEvent, Rejection};
@@ -24,12 +24,13 @@ use serde::Serialize;
 use std::time::Duration;
 use uuid::Uuid;
 
-use crate::body::{BodyLimit, read_body};
+use crate::body::read_body;
 use crate::correlation::{Outermost, Scope, Service};
 use crate::error::{ApiError, Code};
 use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
 use crate::processor::signature::SignatureError;
 use crate::processor::stripe::event::StripeEvent;
+use crate::reception::{Reception, ReceptionLimits, received};
 use crate::services::Services;
 use crate::tls::serve::ListenerLimits;
 
@@ -42,8 +43,9 @@ const SIGNATURE: &str = "stripe-signature";
 const BODY_BYTES: usize = 256 * 1024;
 /// How many are taken in at once. Over it the processor is told to send again, which it does for days.
 const AT_ONCE: usize = 256;
-/// How many connections there are; the processor has a few.
-const CONNECTIONS: usize = 1024;
+/// How many connections there are. The processor has a few; the rest is room in which strangers do not crowd it out.
+const CONNECTIONS: usize = 8192;
+const CONNECTIONS_PER_ADDRESS: u32 = 256;
 /// How long storing may take. The processor waits longer than that.
 const STORED_WITHIN: TimeDelta = TimeDelta::seconds(6);
 const REQUEST_WITHIN: Duration = Duration::from_secs(10);
@@ -57,9 +59,13 @@ struct Received {
 /// The route, ready to be served.
 pub fn router(services: Services) -> Router {
     let outermost = Outermost::of(Service { name: "webhook", tells_route: false }, &services);
-    let route = Router::new().route(PATH, post(receive)).route_layer(Extension(BodyLimit(BODY_BYTES)));
-    let route = bounded(route, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE)).with_state(services);
-    finished(route, outermost)
+    let route = Router::new().route(PATH, post(receive));
+    let route = bounded(route, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE));
+    let reception = Reception::new(ReceptionLimits::of_bodies_up_to(BODY_BYTES)).counting_refusals(|| {
+        COUNTERS.received.inc();
+        COUNTERS.invalid_payload.inc();
+    });
+    finished(received(route, reception).with_state(services), outermost)
 }
 
 /// The bounds of its listener: it is reached from anywhere, by one who needs little.
@@ -67,6 +73,9 @@ pub fn router(services: Services) -> Router {
 pub fn listener_limits() -> ListenerLimits {
     ListenerLimits {
         connections: CONNECTIONS,
+        pending: CONNECTIONS / 2,
+        pending_per_address: CONNECTIONS_PER_ADDRESS / 2,
+        open_per_address: CONNECTIONS_PER_ADDRESS,
         header_read_timeout: Duration::from_secs(10),
         ..ListenerLimits::default()
     }

@@ -2,6 +2,7 @@
 //! named before anything starts.
 
 mod identity;
+mod ingress;
 mod node_api;
 mod payments;
 mod variables;
@@ -15,8 +16,10 @@ use anyhow::Context;
 use domain::Timestamp;
 use edge::auth::internal::InternalToken;
 use edge::identity::TrustDomain;
+use edge::identity::ingress::Ingress;
 use edge::tls::{ServerTls, server_config};
 use identity::{identity, internal_token};
+use ingress::ingress;
 use ipnet::IpNet;
 use node_api::{node_proxies, package};
 use persistence::envelope::KeyRing;
@@ -46,6 +49,8 @@ pub struct Config {
     pub node_listen: SocketAddr,
     /// Who stands in front of the node API, if anybody does.
     pub node_proxies: Option<NodeProxies>,
+    /// What holds connections to the listeners for many clients.
+    pub ingress: Ingress,
     /// Where the payment processor sends its events.
     pub webhook_listen: SocketAddr,
     /// Where operators and their tools ask for figures, in clear.
@@ -208,6 +213,7 @@ impl Config {
             public_listen: it.address("SVC_PUBLIC_LISTEN", "0.0.0.0:8443"),
             node_listen: it.address("SVC_NODE_LISTEN", "0.0.0.0:9443"),
             node_proxies: node_proxies(it),
+            ingress: ingress(it),
             webhook_listen: it.address("SVC_WEBHOOK_LISTEN", "0.0.0.0:7443"),
             operations_listen: it.address("SVC_OPERATIONS_LISTEN", "127.0.0.1:9464"),
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),

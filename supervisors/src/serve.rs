@@ -39,6 +39,7 @@ use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
+use edge::identity::ingress::Ingress;
 use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysInForce};
 use edge::notifications::Notifications;
@@ -53,6 +54,7 @@ use edge::tls::connections::Connections;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
 use futures::FutureExt;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use persistence::audit::Sealer;
 use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
@@ -144,10 +146,12 @@ pub async fn begin_incarnation() -> anyhow::Result<i64> {
 
 impl Process {
     async fn start(config: Config, traces: Option<Traces>) -> anyhow::Result<Self> {
+        raise_open_files();
         let registry = Registry::new();
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         edge::idempotency::COUNTERS.register(&registry)?;
         edge::webhook::COUNTERS.register(&registry)?;
+        edge::tls::admission::register(&registry)?;
         let pool = open_database(&config).await?;
         let ring = Arc::clone(&config.key_ring);
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
@@ -438,6 +442,7 @@ impl Process {
             tickets: Some(Arc::new(tickets.under([0; 32]))),
         })?;
         let tls = Arc::new(ArcSwap::from_pointee(tls));
+        let ingress = Arc::new(config.ingress.clone());
         let mut listening = Vec::new();
         let public = match (config.roles.contains(&Role::Api), config.roles.contains(&Role::TerminalGateway)) {
             (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
@@ -456,6 +461,7 @@ impl Process {
                     connections: self.connections.clone(),
                     trust_domain: None,
                     proxies: None,
+                    ingress: Arc::clone(&ingress),
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -475,6 +481,7 @@ impl Process {
                     connections: self.connections.clone(),
                     trust_domain: Some(services.trust.domain.clone()),
                     proxies: self.keeper.proxies.get_or_init(|| proxies).clone(),
+                    ingress: Arc::clone(&ingress),
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -491,6 +498,7 @@ impl Process {
                     connections: self.connections.clone(),
                     trust_domain: None,
                     proxies: None,
+                    ingress: Arc::clone(&ingress),
                     stop: self.stop_listening.clone(),
                     open: self.listeners.clone(),
                 },
@@ -544,6 +552,16 @@ impl Process {
     }
 }
 
+/// Takes all the open files that the process may have: the usual soft limit of 1,024 is used up by fewer connections than the listeners
+/// take, and then the database cannot be reached either.
+fn raise_open_files() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) });
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit of open files stays as it was");
+    }
+}
+
 /// Whose word for a node's certificate is taken; verified against the same authorities as on direct connections.
 fn proxies(config: &Config, services: &Services) -> anyhow::Result<Option<Arc<Proxies>>> {
     let Some(NodeProxies { forwarding, networks }) = &config.node_proxies else { return Ok(None) };
@@ -569,6 +587,7 @@ struct Listening {
     connections: Connections,
     trust_domain: Option<TrustDomain>,
     proxies: Option<Arc<Proxies>>,
+    ingress: Arc<Ingress>,
     stop: CancellationToken,
     open: TaskTracker,
 }
@@ -583,6 +602,7 @@ impl Listening {
             connections: self.connections.clone(),
             trust_domain: self.trust_domain.clone(),
             proxies: self.proxies.clone(),
+            ingress: Arc::clone(&self.ingress),
         };
         let open = self.open.token();
         server.serve(listener, self.stop.clone()).await?;

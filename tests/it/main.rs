@@ -49,6 +49,7 @@ mod schemathesis;
 mod secrets;
 mod service_accounts;
 mod service_tokens;
+mod slow_connections;
 mod ssh;
 mod sweep;
 mod system_executor;

@@ -20,6 +20,7 @@ use crate::idempotency;
 use crate::idempotency::keyed::stores_its_answer;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
 use crate::rate_limit::{Group, in_group};
+use crate::reception::{Reception, ReceptionLimits, received};
 use crate::services::Services;
 
 /// The name of the security scheme in the description.
@@ -84,6 +85,11 @@ const LONG_READ_WITHIN: Duration = Duration::from_secs(90);
 /// How many of these are served, or wait for their turn, at once.
 const LONG_READS_AT_ONCE: usize = 64;
 
+/// The largest body that holds credentials, in bytes; a form with an id and a key has some hundreds.
+const CREDENTIALS_BYTES: usize = 16 * 1024;
+/// How many requests with credentials in their body are served at once, each with its whole body read.
+const TOKENS_AT_ONCE: usize = 256;
+
 /// One row of the page.
 pub(super) struct Row {
     pub(super) who: Who,
@@ -111,12 +117,20 @@ pub(super) struct Routes {
     open: Router<Services>,
     guarded: Router<Services>,
     long: Router<Services>,
+    /// Whoever asks is known by the body alone.
+    by_body: Router<Services>,
     api: OpenApi,
 }
 
 impl Routes {
     pub(super) fn new() -> Self {
-        Self { open: Router::new(), guarded: Router::new(), long: Router::new(), api: description() }
+        Self {
+            open: Router::new(),
+            guarded: Router::new(),
+            long: Router::new(),
+            by_body: Router::new(),
+            api: description(),
+        }
     }
 
     /// Adds a row with its handler, which is described without a path of its own.
@@ -152,7 +166,11 @@ impl Routes {
             self.open = self.open.merge(router);
         } else {
             let limited = router.route_layer(from_fn_with_state(row.group, in_group));
-            let routes = if row.verb == Verb::GetLong { &mut self.long } else { &mut self.guarded };
+            let routes = match (row.who, row.verb) {
+                (Who::Client, _) => &mut self.by_body,
+                (_, Verb::GetLong) => &mut self.long,
+                _ => &mut self.guarded,
+            };
             *routes = std::mem::take(routes).merge(limited);
         }
         self
@@ -163,7 +181,9 @@ impl Routes {
         complete(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
         let long = bounded(self.long, RequestTimeout(LONG_READ_WITHIN), Concurrency::at_most(LONG_READS_AT_ONCE));
-        (open.merge(long).merge(bounded(self.guarded, timeout, at_most)), self.api)
+        let by_body = bounded(self.by_body, timeout, Concurrency::at_most(TOKENS_AT_ONCE));
+        let by_body = received(by_body, Reception::new(ReceptionLimits::of_bodies_up_to(CREDENTIALS_BYTES)));
+        (open.merge(long).merge(by_body).merge(bounded(self.guarded, timeout, at_most)), self.api)
     }
 }
 

@@ -12,6 +12,7 @@ use rustls::{
 };
 
 use super::forwarded::{Forwarding, NotForwarded, strip};
+use super::ingress::{Ingress, forwarded_client, is_within};
 use crate::tls::{Peer, TlsConfigError, client_verifier};
 
 /// Proxies by their networks, and how they forward a client's certificate.
@@ -54,13 +55,13 @@ impl Proxies {
             None => Ok(None),
         });
         // The proxy's connections carry many clients: a port of one of theirs would say nothing.
-        let address = self.client_of(headers).map_or(peer.address, |address| SocketAddr::new(address, 0));
+        let address = forwarded_client(headers, |address| self.trusts(address))
+            .map_or(peer.address, |address| SocketAddr::new(address, 0));
         peer.behind_a_proxy(address, certificate)
     }
 
-    fn trusts(&self, address: IpAddr) -> bool {
-        let address = address.to_canonical();
-        self.networks.iter().any(|network| network.contains(&address))
+    pub(crate) fn trusts(&self, address: IpAddr) -> bool {
+        is_within(&self.networks, address)
     }
 
     fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), NotForwarded> {
@@ -73,25 +74,17 @@ impl Proxies {
             Err(error) => Err(NotForwarded::Unverified(error.to_string())),
         }
     }
-
-    /// The last address of `X-Forwarded-For` that is no proxy's: what stands before it is the client's own writing.
-    fn client_of(&self, headers: &HeaderMap) -> Option<IpAddr> {
-        let lines: Vec<_> = headers.get_all("x-forwarded-for").iter().filter_map(|line| line.to_str().ok()).collect();
-        for entry in lines.iter().rev().flat_map(|line| line.rsplit(',')) {
-            let address = entry.trim().parse::<IpAddr>().ok()?.to_canonical();
-            if !self.trusts(address) {
-                return Some(address);
-            }
-        }
-        None
-    }
 }
 
 /// Who makes a request: of a trusted proxy's connection whom the proxy says, else whoever holds the connection. Nothing of the headers that
 /// tell of certificates goes further.
-pub(crate) fn peer_of(proxies: Option<&Proxies>, peer: &Peer, headers: &mut HeaderMap) -> Peer {
+pub(crate) fn peer_of(proxies: Option<&Proxies>, ingress: &Ingress, peer: &Peer, headers: &mut HeaderMap) -> Peer {
+    let address = peer.address.ip();
     let told = match proxies {
-        Some(proxies) if proxies.trusts(peer.address.ip()) => proxies.told_by(peer, headers),
+        Some(proxies) if proxies.trusts(address) => proxies.told_by(peer, headers),
+        Some(_) | None if ingress.is_proxy(address) => {
+            peer.forwarded_for(forwarded_client(headers, |address| ingress.is_proxy(address)))
+        }
         Some(_) | None => peer.clone(),
     };
     strip(headers);

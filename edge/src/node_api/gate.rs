@@ -12,7 +12,7 @@ use axum::http::request;
 use domain::NodeId;
 use domain::policy::Key;
 
-/// A request whose address was within its bound. Extracted before the body, which is not even read otherwise.
+/// A request whose address was within its bound. Extracted before the body is parsed.
 pub(super) struct Admitted;
 
 impl FromRequestParts<NodeApi> for Admitted {

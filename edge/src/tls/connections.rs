@@ -1,6 +1,7 @@
 //! What is connected, by node, so that all connections of a removed node can be closed, and what it holds open through a proxy.
 
 use std::{
+    any::Any,
     collections::HashMap,
     io,
     pin::Pin,
@@ -12,10 +13,7 @@ use std::{
 };
 
 use dashmap::DashMap;
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::OwnedSemaphorePermit,
-};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use uuid::Uuid;
 
@@ -91,16 +89,16 @@ impl Connections {
         self.0.by_node.iter().map(|connections| connections.len()).sum()
     }
 
-    /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its slot,
+    /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its place
     /// for as long as it exists.
-    pub(crate) fn watch<T>(&self, whose: Option<Whose>, io: T, slot: OwnedSemaphorePermit) -> Watched<T> {
+    pub(crate) fn watch<T>(&self, whose: Option<Whose>, io: T, place: Arc<dyn Any + Send + Sync>) -> Watched<T> {
         let cut = CancellationToken::new();
         let registered = whose.map(|whose| self.register(whose, &cut));
         Watched {
             io,
             cut: registered.is_some().then(|| Box::pin(cut.cancelled_owned())),
             _registered: registered,
-            _slot: slot,
+            _place: place,
         }
     }
 }
@@ -140,7 +138,7 @@ pub(crate) struct Watched<T> {
     io: T,
     cut: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
     _registered: Option<Registered>,
-    _slot: OwnedSemaphorePermit,
+    _place: Arc<dyn Any + Send + Sync>,
 }
 
 impl<T> Watched<T> {
@@ -213,15 +211,12 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
-    use tokio::{
-        io::{AsyncReadExt, AsyncWriteExt, duplex},
-        sync::Semaphore,
-    };
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 
     use super::*;
 
-    fn slot() -> OwnedSemaphorePermit {
-        Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap()
+    fn place() -> Arc<dyn Any + Send + Sync> {
+        Arc::new(())
     }
 
     fn of(node_id: Uuid, authority: &str) -> Option<Whose> {
@@ -234,8 +229,8 @@ mod tests {
         let node_id = Uuid::now_v7();
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
-        let mut old = connections.watch(of(node_id, "old"), near_a, slot());
-        let mut new = connections.watch(of(node_id, "new"), near_b, slot());
+        let mut old = connections.watch(of(node_id, "old"), near_a, place());
+        let mut new = connections.watch(of(node_id, "new"), near_b, place());
         assert_eq!(connections.close_untrusted(|authority| authority == "new"), 1);
         assert!(old.read_u8().await.is_err());
         far_b.write_u8(7).await.unwrap();
@@ -248,8 +243,8 @@ mod tests {
         let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
-        let mut cut = connections.watch(of(removed, "a"), near_a, slot());
-        let mut kept = connections.watch(of(other, "a"), near_b, slot());
+        let mut cut = connections.watch(of(removed, "a"), near_a, place());
+        let mut kept = connections.watch(of(other, "a"), near_b, place());
         assert_eq!((connections.count(removed), connections.count(other)), (1, 1));
         let waiting = tokio::spawn(async move {
             let first = cut.read_u8().await.map_err(|error| error.kind());
@@ -284,8 +279,8 @@ mod tests {
     async fn a_connection_that_ends_is_forgotten() {
         let connections = Connections::default();
         let node_id = Uuid::now_v7();
-        let first = connections.watch(of(node_id, "a"), duplex(1).0, slot());
-        let second = connections.watch(of(node_id, "a"), duplex(1).0, slot());
+        let first = connections.watch(of(node_id, "a"), duplex(1).0, place());
+        let second = connections.watch(of(node_id, "a"), duplex(1).0, place());
         drop(first);
         assert_eq!(connections.count(node_id), 1);
         drop(second);

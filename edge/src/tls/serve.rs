@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     pin::Pin,
     sync::{
         Arc,
@@ -37,11 +37,14 @@ use tracing::{debug, info, warn};
 
 use super::{
     Peer,
+    admission::{Admission, Place},
     bare::Answering,
     connections::{Connections, Watched, Whose},
 };
+use crate::buckets::network_of;
 use crate::identity::{
     NodeCertificate, TrustDomain,
+    ingress::Ingress,
     proxies::{Proxies, peer_of},
 };
 use crate::unreadable::Unreadable;
@@ -51,8 +54,12 @@ use crate::unreadable::Unreadable;
 pub struct ListenerLimits {
     /// Connections at once; further ones wait in the kernel's backlog.
     pub connections: usize,
-    /// Handshakes at once; further ones wait likewise.
-    pub handshakes: usize,
+    /// Connections at once that have not made a whole request yet, handshakes among them; over it the oldest one is closed.
+    pub pending: usize,
+    /// Of those, from one address, or from one IPv6 network of 64 bits; over it a new connection is closed.
+    pub pending_per_address: u32,
+    /// Connections at once from one address, likewise; those of nodes that have shown a certificate do not count.
+    pub open_per_address: u32,
     pub handshake_timeout: Duration,
     /// From the connection's begin, or from the last answer, to the end of a request's headers.
     pub header_read_timeout: Duration,
@@ -72,7 +79,9 @@ impl Default for ListenerLimits {
     fn default() -> Self {
         Self {
             connections: 16_384,
-            handshakes: 256,
+            pending: 8_192,
+            pending_per_address: 1_024,
+            open_per_address: 8_192,
             handshake_timeout: Duration::from_secs(10),
             header_read_timeout: Duration::from_secs(30),
             header_bytes: 32 * 1024,
@@ -95,6 +104,8 @@ pub struct TlsServer {
     pub trust_domain: Option<TrustDomain>,
     /// Proxies whose word is taken for who a client is; `None` where every client's own certificate counts.
     pub proxies: Option<Arc<Proxies>>,
+    /// What holds connections for many clients: bounds per address do not hold for these.
+    pub ingress: Arc<Ingress>,
 }
 
 impl TlsServer {
@@ -105,15 +116,18 @@ impl TlsServer {
     /// Where the socket fails for good.
     pub async fn serve(self, listener: TcpListener, stop: CancellationToken) -> io::Result<()> {
         let slots = Arc::new(Semaphore::new(self.limits.connections));
-        let handshakes = Arc::new(Semaphore::new(self.limits.handshakes));
+        let admission = Admission::new(&self.limits);
         let server = Arc::new(self);
         let (running, cut) = (TaskTracker::new(), CancellationToken::new());
         info!(address = ?listener.local_addr().ok(), "listening");
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => break,
-                accepted = accept(&listener, &slots, &handshakes) => accepted?,
+                accepted = accept(&listener, &slots, &admission) => accepted?,
             };
+            let (stream, address, slot) = accepted;
+            let Some(place) = admission.admit(server.network_of(address), slot) else { continue };
+            let accepted = Accepted { stream, address, place: Arc::new(place) };
             // In a box that is given back once it is done: a task is for ever as large as the largest thing that it awaits.
             let beginning = Arc::clone(&server).begin(accepted, stop.clone()).boxed();
             let cut = cut.clone();
@@ -141,10 +155,14 @@ impl TlsServer {
 
     /// The handshake, and what follows it.
     async fn begin(self: Arc<Self>, accepted: Accepted, stop: CancellationToken) -> Option<BoxFuture<'static, ()>> {
-        let Accepted { stream, address, slot, handshake } = accepted;
+        let Accepted { stream, address, place } = accepted;
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
-        let stream = match timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await {
+        let handshake = tokio::select! {
+            handshake = timeout(self.limits.handshake_timeout, acceptor.accept(stream)) => handshake,
+            () = place.displaced() => return None,
+        };
+        let stream = match handshake {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
                 debug!(%address, %error, "a TLS handshake failed");
@@ -155,7 +173,6 @@ impl TlsServer {
                 return None;
             }
         };
-        drop(handshake);
         let session = stream.get_ref().1;
         let resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
         let speaks_h2 = session.alpn_protocol() == Some(b"h2");
@@ -163,9 +180,20 @@ impl TlsServer {
         let shown = self.trust_domain.as_ref().zip(leaf).map(|(domain, leaf)| NodeCertificate::parse(leaf, domain));
         let node = shown.as_ref().and_then(|shown| shown.as_ref().ok());
         let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority.clone() });
-        let peer = Peer::new(address, shown, resumed);
-        let stream = self.connections.watch(whose, stream, slot);
-        Some(self.speak(stream, peer, speaks_h2, stop))
+        if whose.is_some() {
+            place.settle_as_node();
+        }
+        let peer = Peer::connected(address, shown, resumed, &self.ingress);
+        let stream = self.connections.watch(whose, stream, Arc::clone(&place) as Arc<_>);
+        Some(self.speak(stream, peer, place, speaks_h2, stop))
+    }
+
+    /// The network that a connection counts against; `None` where its address stands for many clients.
+    fn network_of(&self, address: SocketAddr) -> Option<IpAddr> {
+        let ip = address.ip();
+        let forwards = self.proxies.as_ref().is_some_and(|proxies| proxies.trusts(ip));
+        let stands_for_many = forwards || self.ingress.is_proxy(ip) || self.ingress.is_balancer(ip);
+        (!stands_for_many).then(|| network_of(ip))
     }
 
     /// Serves requests on a connection to its end. No `async fn`: what such a one is given it keeps room for while it waits.
@@ -173,21 +201,23 @@ impl TlsServer {
         &self,
         stream: Watched<TlsStream<TcpStream>>,
         peer: Peer,
+        place: Arc<Place>,
         speaks_h2: bool,
         stop: CancellationToken,
     ) -> BoxFuture<'static, ()> {
         let address = peer.address;
         let limits = &self.limits;
         let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
-        let (asked, switched) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let switched = Arc::new(AtomicBool::new(false));
         let answering = Answering::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
-        let (router, seen, proxies) = (self.router.clone(), Arc::clone(&asked), self.proxies.clone());
+        let (router, asking) = (self.router.clone(), Arc::clone(&place));
+        let (proxies, ingress) = (self.proxies.clone(), Arc::clone(&self.ingress));
         let most = (limits.header_bytes, limits.header_count);
         let service = service_fn(move |request: Request<Incoming>| {
-            seen.store(true, Ordering::Relaxed);
+            asking.settle();
             let mut request = request.map(axum::body::Body::new);
             let too_large = exceed(request.uri(), request.headers(), most);
-            let peer = peer_of(proxies.as_deref(), &peer, request.headers_mut());
+            let peer = peer_of(proxies.as_deref(), &ingress, &peer, request.headers_mut());
             request.extensions_mut().insert(ConnectInfo(peer));
             if too_large {
                 request.extensions_mut().insert(too_many);
@@ -207,7 +237,7 @@ impl TlsServer {
             }
         });
         let io = TokioIo::new(answering);
-        let first = First { by: Instant::now() + limits.header_read_timeout, asked };
+        let first = First { by: Instant::now() + limits.header_read_timeout, place };
         if speaks_h2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder
@@ -235,10 +265,10 @@ impl TlsServer {
     }
 }
 
-/// By when a connection must have asked for something.
+/// By when a connection must have made its first request.
 struct First {
     by: Instant,
-    asked: Arc<AtomicBool>,
+    place: Arc<Place>,
 }
 
 /// Runs a connection of either protocol to its end; told to stop, it finishes what it does and takes nothing new.
@@ -259,10 +289,11 @@ async fn drive<C: Future<Output = hyper::Result<()>>>(
             }
             () = sleep_until(first.by), if awaiting_first => {
                 awaiting_first = false;
-                if !first.asked.load(Ordering::Relaxed) {
+                if first.place.is_unasked() {
                     break Ok(());
                 }
             }
+            () = first.place.displaced(), if awaiting_first => break Ok(()),
         }
     };
     if let Err(error) = result {
@@ -281,18 +312,24 @@ fn exceed(uri: &Uri, headers: &HeaderMap, (bytes, count): (usize, usize)) -> boo
 struct Accepted {
     stream: TcpStream,
     address: SocketAddr,
-    slot: OwnedSemaphorePermit,
-    handshake: OwnedSemaphorePermit,
+    place: Arc<Place>,
 }
 
-/// Room first, then the connection: what there is no room for stays with the kernel.
-async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>, handshakes: &Arc<Semaphore>) -> io::Result<Accepted> {
+/// Room first, then the connection: what there is no room for stays with the kernel. Where there is none, who has been pending for longest
+/// makes room.
+async fn accept(
+    listener: &TcpListener,
+    slots: &Arc<Semaphore>,
+    admission: &Admission,
+) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     let closed = |_| io::Error::other("the listener's bounds are gone");
+    if slots.available_permits() == 0 {
+        admission.displace_oldest();
+    }
     let slot = Arc::clone(slots).acquire_owned().await.map_err(closed)?;
-    let handshake = Arc::clone(handshakes).acquire_owned().await.map_err(closed)?;
     loop {
         match listener.accept().await {
-            Ok((stream, address)) => return Ok(Accepted { stream, address, slot, handshake }),
+            Ok((stream, address)) => return Ok((stream, address, slot)),
             Err(error) if is_the_peers(&error) => {}
             Err(error) if is_passing(&error) => {
                 warn!(%error, "connections cannot be accepted at the moment");

@@ -204,6 +204,24 @@ async fn what_cannot_be_stored_is_to_be_sent_again() {
 }
 
 #[tokio::test]
+async fn slow_bodies_of_strangers_keep_no_event_of_the_processor_out() {
+    let world = world().await;
+    let router = webhook::router(world.services.clone());
+    for n in 0..300_u16 {
+        let address = [192, 0, 2 + u8::try_from(n / 50).unwrap(), u8::try_from(n % 50).unwrap()];
+        let peer = crate::tls::Peer::new((address, 4711).into(), None, false);
+        let stuck = Request::post(PATH).extension(axum::extract::ConnectInfo(peer));
+        let stuck = stuck.body(Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>()));
+        let receiving = router.clone().oneshot(stuck.unwrap());
+        tokio::spawn(receiving);
+    }
+    tokio::task::yield_now().await;
+    let body = event("evt_1", 5_000);
+    let delivered = router.oneshot(request(&[&signed("v1", 0, &body)], &body)).await.unwrap();
+    assert_eq!(delivered.status(), 200);
+}
+
+#[tokio::test]
 async fn the_listener_has_one_route_and_answers_everything_else_with_the_envelope() {
     let world = world().await;
     let of = |method: Method, path: &str| Request::builder().method(method).uri(path).body(Body::empty()).unwrap();

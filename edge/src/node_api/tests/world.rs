@@ -141,7 +141,7 @@ impl World {
         persistence::sweep::make_partitions(&pool, 2).await.unwrap();
         let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
         let seen = cluster.shards().await.unwrap();
-        let won = cluster.take_over(me, &seen, Duration::ZERO).await.unwrap();
+        let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
         let terms = won.into_iter().map(|(shard, epoch)| Term { shard, epoch }).collect();
         let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
         let (publish, mut published) = tokio::sync::mpsc::channel(1000);
@@ -238,6 +238,7 @@ impl World {
             connections,
             trust_domain: Some(domain),
             proxies,
+            ingress: Arc::default(),
         };
         tokio::spawn(server.serve(listener, stop.clone()));
         Self {

@@ -125,6 +125,7 @@ impl World {
             connections: connections.clone(),
             trust_domain: Some(domain()),
             proxies: None,
+            ingress: Arc::default(),
         };
         let serving = tokio::spawn(server.serve(listener, stop.clone()));
         let ca = NodeCa::load(domain(), &settings.ca.0, &settings.ca.1).unwrap();
@@ -340,8 +341,7 @@ async fn what_does_not_finish_is_cut_at_the_end_of_the_drain_time() {
 
 #[tokio::test]
 async fn a_handshake_that_never_comes_stops_nobody_and_is_given_up() {
-    let limits =
-        ListenerLimits { handshake_timeout: Duration::from_millis(200), handshakes: 2, ..ListenerLimits::default() };
+    let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
     let world = World::with(limits).await;
     let mut silent = TcpStream::connect(world.address).await.unwrap();
     let mut served = world.connect(&world.client(None, H1)).await.unwrap();
@@ -420,6 +420,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
         connections: Connections::default(),
         trust_domain: None,
         proxies: None,
+        ingress: Arc::default(),
     };
     tokio::spawn(server.serve(listener, CancellationToken::new()));
     for http1 in [true, false] {

@@ -220,6 +220,37 @@ async fn a_body_that_drips_is_answered_when_its_time_is_over() {
 }
 
 #[tokio::test]
+async fn hundreds_of_silent_connections_keep_no_client_from_its_handshake() {
+    let world = World::with(ListenerLimits::default()).await;
+    let mut silent = Vec::new();
+    for _ in 0..400 {
+        silent.push(TcpStream::connect(world.address).await.unwrap());
+    }
+    let served = async {
+        let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+        ask(&mut stream, "/open").await.unwrap()
+    };
+    // Well before the first of them is given up.
+    assert_eq!(timeout(Duration::from_secs(5), served).await.expect("it is let in"), (200, "open".into()));
+}
+
+#[tokio::test]
+async fn over_the_bound_the_oldest_pending_connection_is_closed_and_those_in_use_stay() {
+    let world = World::with(ListenerLimits { pending: 3, ..ListenerLimits::default() }).await;
+    let mut in_use = world.connect(&world.client(None, H1)).await.unwrap();
+    assert_eq!(ask(&mut in_use, "/open").await.unwrap().0, 200);
+    let mut oldest = TcpStream::connect(world.address).await.unwrap();
+    let mut others = Vec::new();
+    for _ in 0..3 {
+        others.push(TcpStream::connect(world.address).await.unwrap());
+    }
+    let mut byte = [0];
+    let ended = timeout(Duration::from_secs(5), oldest.read(&mut byte)).await.expect("the oldest is closed");
+    assert!(matches!(ended, Ok(0) | Err(_)));
+    assert_eq!(ask(&mut in_use, "/open").await.unwrap().0, 200);
+}
+
+#[tokio::test]
 async fn half_a_client_hello_keeps_no_place() {
     let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
     let world = World::with(limits).await;

@@ -1,0 +1,35 @@
+//! What stands in front of the listeners and holds connections for many clients.
+
+use super::variables::Variables;
+use edge::identity::ingress::Ingress;
+
+const PROXIES: &str = "SVC_TRUSTED_PROXIES";
+const BALANCERS: &str = "SVC_TCP_BALANCERS";
+
+pub(super) fn ingress(variables: &mut Variables<'_>) -> Ingress {
+    let mut read = |name: &str| {
+        let networks = variables.networks(name);
+        if let Some(everybody) = networks.iter().find(|network| network.prefix_len() == 0) {
+            variables.wrong(format!("{name}: {everybody} is every address; name those of your own machines"));
+        }
+        networks
+    };
+    Ingress { proxies: read(PROXIES), balancers: read(BALANCERS) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::variables::read_from;
+
+    #[test]
+    fn networks_in_front_are_read_and_the_whole_internet_is_refused() {
+        assert_eq!(read_from(&[(PROXIES, "10.0.0.7/32, fd00::/64")], ingress).unwrap().proxies.len(), 2);
+        assert_eq!(read_from(&[(BALANCERS, "10.0.0.8/32")], ingress).unwrap().balancers.len(), 1);
+        for everybody in [(PROXIES, "0.0.0.0/0"), (BALANCERS, "::/0")] {
+            let error = read_from(&[everybody], ingress).unwrap_err().to_string();
+            assert!(error.contains(everybody.0) && error.contains("every address"), "{error}");
+        }
+    }
+}

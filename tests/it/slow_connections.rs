@@ -1,0 +1,176 @@
+//! Thousands of connections that ask for nothing, or slowly: those who use the service do not notice them.
+//!
+//! The attackers have one address and many, speak HTTP/1.1 and HTTP/2, and stop at each point at which a connection can be stopped before
+//! anybody knows whose it is.
+
+use futures::future::join_all;
+use reqwest::Method;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use serde_json::json;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tests::world::World;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpSocket, TcpStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+const TOKEN: &str = "/api/v1/service-accounts/token";
+
+/// Without a byte, from one address and from many.
+const SILENT: usize = 3000;
+/// TLS and then nothing, or half a header.
+const WITHOUT_A_REQUEST: usize = 400;
+/// HTTP/1.1 requests whose body stops.
+const SLOW_BODIES: usize = 1400;
+/// HTTP/2 connections, and requests on each whose body stops.
+const MULTIPLEXED: usize = 20;
+const STREAMS: usize = 100;
+
+/// How long users are watched, and how long any of their requests may take on a machine that does all of this at once.
+const WATCHED: Duration = Duration::from_secs(4);
+const SOON: Duration = Duration::from_secs(10);
+
+/// Attackers with one way to one listener.
+struct Attacker {
+    tls: TlsConnector,
+    to: SocketAddr,
+}
+
+impl Attacker {
+    fn new(world: &World, to: SocketAddr, protocol: &str) -> Self {
+        let mut roots = RootCertStore::empty();
+        for authority in CertificateDer::pem_file_iter(world.authority.certificate_path()).unwrap() {
+            roots.add(authority.unwrap()).unwrap();
+        }
+        let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
+        Self { tls: TlsConnector::from(Arc::new(config)), to }
+    }
+
+    /// A connection from the `n`th of 250 addresses of this machine, or from the first one.
+    async fn connect(&self, n: usize, one_address: bool) -> Option<TcpStream> {
+        let last = if one_address { 1 } else { 2 + u8::try_from(n % 250).unwrap() };
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((Ipv4Addr::new(127, 0, 7, last), 0).into()).unwrap();
+        socket.connect(self.to).await.ok()
+    }
+
+    async fn secured(&self, n: usize) -> Option<TlsStream<TcpStream>> {
+        let stream = self.connect(n, n % 10 == 0).await?;
+        self.tls.connect(ServerName::try_from("127.0.0.1").unwrap(), stream).await.ok()
+    }
+
+    /// Connections on which so much was sent.
+    async fn stopped_after(&self, count: usize, bytes: &str) -> Vec<TlsStream<TcpStream>> {
+        let mut stopped = Vec::new();
+        // So many at once as two processors work off in a moment.
+        for some in (0..count).collect::<Vec<_>>().chunks(50) {
+            let begun = some.iter().map(|n| async move {
+                let mut stream = self.secured(*n).await?;
+                stream.write_all(bytes.as_bytes()).await.ok()?;
+                Some(stream)
+            });
+            stopped.extend(join_all(begun).await.into_iter().flatten());
+        }
+        stopped
+    }
+
+    /// Requests over HTTP/2 that announce a body and never send it.
+    async fn multiplexed(&self, n: usize) -> Option<Vec<h2::SendStream<axum::body::Bytes>>> {
+        let (mut client, connection) = h2::client::handshake(self.secured(n).await?).await.ok()?;
+        tokio::spawn(connection);
+        let mut streams = Vec::new();
+        for _ in 0..STREAMS {
+            client = client.ready().await.ok()?;
+            let request = axum::http::Request::post(format!("https://127.0.0.1{TOKEN}"))
+                .header("content-type", "application/x-www-form-urlencoded")
+                .body(())
+                .unwrap();
+            let (_, body) = client.send_request(request, false).ok()?;
+            streams.push(body);
+        }
+        Some(streams)
+    }
+}
+
+fn announced(path: &str, kind: &str) -> String {
+    format!("POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\ncontent-length: 1000\r\n\r\n{{")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn users_service_accounts_and_nodes_are_served_under_five_thousand_slow_connections() {
+    let mut world = World::start().await;
+    let account = world.user.post("/api/v1/service-accounts", &json!({ "name": "robot" })).await.created();
+    let keys = format!("/api/v1/service-accounts/{}/keys", account["id"].as_str().unwrap());
+    let key = world.user.post(&keys, &json!({})).await.created();
+    let form = [
+        ("grant_type", "client_credentials".to_owned()),
+        ("client_id", account["id"].as_str().unwrap().to_owned()),
+        ("client_secret", key["client_secret"].as_str().unwrap().to_owned()),
+    ];
+    let listens = world.replicas[0].listens();
+    let users = Attacker::new(&world, listens.public, "http/1.1");
+    let nodes = Attacker::new(&world, listens.node, "http/1.1");
+    let multiplexing = Attacker::new(&world, listens.public, "h2");
+
+    let attacked = std::sync::atomic::AtomicBool::new(false);
+    let attack = async {
+        let silent = join_all((0..SILENT).map(|n| {
+            let attacker = if n % 3 == 0 { &nodes } else { &users };
+            attacker.connect(n, n % 2 == 0)
+        }));
+        let silent: Vec<_> = silent.await.into_iter().flatten().collect();
+        let token = announced(TOKEN, "application/x-www-form-urlencoded");
+        let enroll = announced(&format!("/internal/v1/nodes/{}/enroll", uuid::Uuid::nil()), "application/json");
+        let (nothing, half, tokens, enrollments, streams) = tokio::join!(
+            users.stopped_after(WITHOUT_A_REQUEST / 2, ""),
+            users.stopped_after(WITHOUT_A_REQUEST / 2, "GET /api/v1/skus HTTP/1.1\r\nhost: "),
+            users.stopped_after(SLOW_BODIES - 300, &token),
+            nodes.stopped_after(300, &enroll),
+            join_all((0..MULTIPLEXED).map(|n| multiplexing.multiplexed(n))),
+        );
+        attacked.store(true, Ordering::SeqCst);
+        (silent, [nothing, half, tokens, enrollments], streams)
+    };
+    let watch = async {
+        let mut attacked_at = None;
+        while attacked_at.is_none_or(|at: Instant| at.elapsed() < WATCHED) {
+            if attacked_at.is_none() && attacked.load(Ordering::SeqCst) {
+                attacked_at = Some(Instant::now());
+            }
+            // Each with connections of its own: that a user can still come in is half of it.
+            let user = world.at_replica(0, "user");
+            let robot = world.stranger().request(Method::POST, TOKEN).form(&form);
+            let asked = Instant::now();
+            let (skus, token, health) = tokio::join!(
+                user.once(Method::GET, "/api/v1/skus", None),
+                user.send(robot),
+                user.once(Method::GET, "/api/v1/healthz", None),
+            );
+            for answer in [skus, token, health] {
+                assert_eq!(answer.status, 200, "{answer}");
+            }
+            assert!(asked.elapsed() < SOON, "it took {:?}", asked.elapsed());
+        }
+    };
+    let ((silent, secured, streams), ()) = tokio::join!(attack, watch);
+    let held = silent.len() + secured.iter().map(Vec::len).sum::<usize>();
+    let multiplexed: usize = streams.iter().flatten().map(Vec::len).sum();
+    assert!(held + multiplexed >= 5000, "{held} connections and {multiplexed} streams were begun");
+
+    // A node comes in as well: it enrolls where the others only began to.
+    let node = world.node("h100").await;
+    node.expect_all_free().await;
+    let page = world.operator_at(0).once(Method::GET, "/metrics", None).await.text;
+    let refused = page.lines().any(|line| {
+        line.starts_with("listener_connections_refused_total{reason=\"address_pending\"}") && !line.ends_with(" 0")
+    });
+    assert!(refused, "one address had more connections than it may have");
+    drop((silent, secured, streams));
+    world.end().await;
+}
