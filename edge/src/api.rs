@@ -78,9 +78,9 @@ pub fn router(services: Services) -> Router {
 pub fn operations(services: Services) -> Router {
     let outermost = Outermost::of(Service { name: "operations", tells_route: false }, &services);
     let router = Router::new()
-        .route("/metrics", get(health::metrics))
+        .route("/metrics", get(health::metrics_page))
         .route("/api/v1/healthz", get(health::healthz))
-        .route("/api/v1/readyz", get(health::readyz))
+        .route("/api/v1/readyz", get(health::readiness))
         .route("/api/v1/internal/stats", get(internal::stats));
     let router = bounded(router, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(OPERATORS_AT_ONCE));
     finished(router.with_state(services), outermost)
@@ -118,8 +118,8 @@ macro_rules! group {
 fn routes() -> (Router<Services>, OpenApi) {
     page! {
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;
-        Anyone Get       "/api/v1/readyz"                                   => health::readyz;
-        Anyone Get       "/metrics"                                         => health::metrics;
+        Internal Get     "/api/v1/readyz"                                   => health::readyz;
+        Internal Get     "/metrics"                                         => health::metrics;
         Anyone Get       "/.well-known/oauth-protected-resource"            => protected_resource::metadata;
         Anyone Get       "/api/v1/openapi.json"                             => document::openapi;
         Anyone Get       "/api/v1/docs"                                     => document::page;

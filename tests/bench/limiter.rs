@@ -131,7 +131,7 @@ async fn ask(
 async fn fail_open(world: &World) -> anyhow::Result<u64> {
     let mut sum = 0;
     for index in 0..REPLICAS {
-        let stats = world.at_replica(index, "admin").get("/metrics").await;
+        let stats = world.operator_at(index).get("/metrics").await;
         let line = stats.text.lines().find(|line| line.starts_with("api_ratelimit_fail_open_total{group=\"api\"}"));
         let value = line.and_then(|line| line.rsplit(' ').next()).unwrap_or("0");
         sum += value.parse::<u64>()?;

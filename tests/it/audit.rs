@@ -153,7 +153,7 @@ async fn a_row_is_sealed_within_a_second() {
     took.sort();
     // The slowest one may have met a machine that was busy with something else.
     assert!(took[3] < Duration::from_secs(1), "{took:?}");
-    let metrics = world.stranger().once(Method::GET, "/metrics", None).await.text;
+    let metrics = world.operator_at(0).once(Method::GET, "/metrics", None).await.text;
     for name in ["audit_unsealed_rows", "audit_seal_lag_seconds", "audit_sealed_rows_total", "audit_broken_chains 0"] {
         assert!(metrics.contains(name), "{name} is missing");
     }
@@ -203,7 +203,7 @@ async fn a_crash_between_commit_and_answer_leaves_an_answer_to_be_had() {
         .unwrap();
     assert_eq!(id_of(&made), kept);
     world.restart_replica(0).await;
-    let metrics = other.once(Method::GET, "/metrics", None).await.text;
+    let metrics = world.operator_at(1).once(Method::GET, "/metrics", None).await.text;
     assert!(metrics.contains("api_idempotency_replays_served_total 1"), "{metrics}");
     world.end().await;
 }

@@ -77,7 +77,7 @@ async fn a_replica_that_nats_does_not_carry_to_hands_its_shards_over_and_nats_go
     .await;
     // Nobody could have asked the one that is cut off; those who own its shards can be asked.
     world.at_replica(others[1], "admin").post(&path, &json!({})).await.created();
-    let ready = world.at_replica(cut, "admin").once(Method::GET, "/api/v1/readyz", None).await;
+    let ready = world.operator_at(cut).once(Method::GET, "/api/v1/readyz", None).await;
     assert_eq!(ready.status, 503, "{ready}");
 
     // Without NATS at all the cluster stays as it is, under the epochs that it has.

@@ -539,7 +539,7 @@ async fn a_recorded_user_is_told_and_recordings_are_listed_kept_and_played_back(
 /// The replica with the user's connection.
 pub(crate) async fn serving(world: &World) -> usize {
     for index in 0..world.replicas.len() {
-        let page = world.at_replica(index, "admin").once(reqwest::Method::GET, "/metrics", None).await.text;
+        let page = world.operator_at(index).once(reqwest::Method::GET, "/metrics", None).await.text;
         if page.lines().any(|line| line == "terminal_connections 1") {
             return index;
         }

@@ -22,7 +22,7 @@ async fn a_revoked_role_is_refused_by_every_replica_at_once() {
             at(replica).once(Method::GET, "/api/v1/admin/skus", None).await.refused(403, "forbidden");
         }
     }
-    let figures = world.at_replica(0, "admin").once(Method::GET, "/metrics", None).await.text;
+    let figures = world.operator_at(0).once(Method::GET, "/metrics", None).await.text;
     for name in ["list_requests", "bind_requests", "revoke_requests", "mutation_success", "mutation_failure"] {
         assert!(figures.contains(&format!("api_platform_role_{name}_total")), "{figures}");
     }

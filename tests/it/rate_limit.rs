@@ -31,10 +31,8 @@ async fn limited() -> (World, String) {
 async fn counted(world: &World, counter: &str) -> u64 {
     let mut sum = 0;
     for index in 0..3 {
-        let Ok(figures) = world
-            .at_replica(index, "admin")
-            .try_send(world.at_replica(index, "admin").request(Method::GET, "/metrics"))
-            .await
+        let Ok(figures) =
+            world.operator_at(index).try_send(world.operator_at(index).request(Method::GET, "/metrics")).await
         else {
             continue;
         };

@@ -35,7 +35,7 @@ async fn expect_session(world: &World, session: Uuid, state: &str) -> Value {
 async fn counted(world: &World, name: &str) -> u64 {
     let mut sum = 0;
     for index in 0..world.replicas.len() {
-        let page = world.at_replica(index, "admin").once(Method::GET, "/metrics", None).await.text;
+        let page = world.operator_at(index).once(Method::GET, "/metrics", None).await.text;
         let line = page.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with(' '));
         sum += line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or(0.0) as u64;
     }

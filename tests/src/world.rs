@@ -148,6 +148,12 @@ impl World {
         Client::new(self.authority.certificate_path(), &base, Some(token.expose_secret().to_owned()))
     }
 
+    /// An operator's tool at the operators' address of the replica at `index`.
+    #[must_use]
+    pub fn operator_at(&self, index: usize) -> Client {
+        Client::new(self.authority.certificate_path(), &self.replicas[index].operations_url(), None)
+    }
+
     /// A caller without a token.
     #[must_use]
     pub fn stranger(&self) -> Client {

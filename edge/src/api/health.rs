@@ -2,13 +2,17 @@
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue, header};
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::internal::admitted;
 use crate::error::{ApiError, Code};
 use crate::runtime::Readiness;
 use crate::services::Services;
+
+type Metrics = ([(HeaderName, HeaderValue); 1], String);
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Health {
@@ -26,9 +30,16 @@ pub(super) async fn healthz() -> Json<Health> {
 
 /// Whether the process can serve.
 ///
-/// While it cannot, the answer is an error with the checks in its details.
+/// For balancers and the operator's own tools. While it cannot, the answer is an error with the checks in its details. Without
+/// `INTERNAL_STATS_TOKEN` the route is not there; on the operators' address it needs no token.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "It can serve.", body = Readiness)))]
-pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
+pub(super) async fn readyz(State(services): State<Services>, parts: Parts) -> Result<Json<Readiness>, ApiError> {
+    admitted(&services, services.stats_token.as_ref(), &parts)?;
+    readiness(State(services)).await
+}
+
+/// As [`readyz`], on the operators' address.
+pub(super) async fn readiness(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
     let readiness = services.runtime.readiness().await;
     if services.stopping.is_cancelled() {
         return Err(ApiError::new(Code::ServiceUnavailable, "This process is stopping; ask another.").expected());
@@ -46,12 +57,20 @@ pub(super) async fn readyz(State(services): State<Services>) -> Result<Json<Read
 }
 
 /// Figures of this process in the Prometheus text format.
+///
+/// For the operator's own tools. Without `INTERNAL_STATS_TOKEN` the route is not there; on the operators' address it needs no token.
 #[utoipa::path(
     get,
     path = "/",
     responses((status = 200, description = "The figures.", content_type = "text/plain", body = String)),
 )]
-pub(super) async fn metrics(State(services): State<Services>) -> ([(HeaderName, HeaderValue); 1], String) {
+pub(super) async fn metrics(State(services): State<Services>, parts: Parts) -> Result<Metrics, ApiError> {
+    admitted(&services, services.stats_token.as_ref(), &parts)?;
+    Ok(metrics_page(State(services)).await)
+}
+
+/// As [`metrics`], on the operators' address.
+pub(super) async fn metrics_page(State(services): State<Services>) -> Metrics {
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     ([(header::CONTENT_TYPE, kind)], services.runtime.metrics())
 }

@@ -17,7 +17,7 @@ impl World {
         let mut kept = self.tables().await;
         kept.extend(self.messages().await);
         for replica in &self.replicas {
-            let url = format!("{}/metrics", replica.public_url());
+            let url = format!("{}/metrics", replica.operations_url());
             // A replica that a test has killed shows nothing.
             if let Ok(answer) = super::client::answer_to(self.admin.http().get(url)).await {
                 kept.push(Log { name: format!("the metrics of {}", replica.name()), text: answer.text });

@@ -126,7 +126,7 @@ impl World {
     async fn terminal_streams(&self) -> Vec<u64> {
         let mut streams = Vec::new();
         for index in 0..self.replicas.len() {
-            let page = self.at_replica(index, "admin").once(Method::GET, "/metrics", None).await.text;
+            let page = self.operator_at(index).once(Method::GET, "/metrics", None).await.text;
             let count = page.lines().find_map(|line| line.strip_prefix("terminal_streams "));
             streams.push(count.and_then(|count| count.parse().ok()).expect("it is counted"));
         }

@@ -284,7 +284,7 @@ async fn metadata_of_the_protected_resource_names_the_issuer_without_a_token() {
 }
 
 #[tokio::test]
-async fn the_description_health_and_figures_are_for_anyone() {
+async fn the_description_and_liveness_are_for_anyone() {
     let world = World::new().await;
     let described = world.get("/api/v1/openapi.json").send().await;
     let (served, described) = (format!("{:#}", as_everywhere(described.is(200))), format!("{:#}", document()));
@@ -293,17 +293,27 @@ async fn the_description_health_and_figures_are_for_anyone() {
     assert_eq!(differs, None);
     assert_eq!(served.lines().count(), described.lines().count());
     assert_eq!(world.get("/api/v1/healthz").send().await.is(200)["status"], "ok");
-    assert_eq!(world.get("/api/v1/readyz").send().await.is(200)["ready"], true);
-    let figures = world.get("/metrics").response().await;
-    assert!(figures.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
     let page = world.get("/api/v1/docs").response().await;
     let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
     assert!(may.starts_with("default-src 'none'; script-src 'self';") && !may.contains("http"), "{may}");
     let reader = world.get("/api/v1/docs/reader.js").response().await;
     let script = axum::body::to_bytes(reader.into_body(), 16 << 20).await.unwrap();
     assert!(script.len() > 1 << 20);
+}
+
+#[tokio::test]
+async fn readiness_and_metrics_of_the_public_listener_need_the_operators_token() {
+    let world = World::new().await;
+    for path in ["/api/v1/readyz", "/metrics"] {
+        world.get(path).send().await.refused(401, "unauthenticated");
+        world.get(path).admin().send().await.refused(401, "unauthenticated");
+    }
+    let ready = async || world.get("/api/v1/readyz").by(super::world::STATS_TOKEN).send().await;
+    assert_eq!(ready().await.is(200)["ready"], true);
+    let metrics = world.get("/metrics").by(super::world::STATS_TOKEN).response().await;
+    assert!(metrics.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
     world.services.stopping.cancel();
-    let stopping = world.get("/api/v1/readyz").send().await;
+    let stopping = ready().await;
     stopping.refused(503, "service_unavailable");
     assert!(stopping.headers.contains_key("retry-after"));
 }
