@@ -60,7 +60,7 @@ use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Loader, Outbox, OutboxRow, Reads, Secrets, Turns, migrate};
+use persistence::{Cluster, Committer, CommitterConfig, Leases, Loader, Outbox, OutboxRow, Reads, Secrets, migrate};
 use prometheus::Registry;
 use rustls::ServerConfig;
 use serde_json::json;
@@ -337,13 +337,13 @@ impl Process {
     async fn works(&self, services: &Services) -> anyhow::Result<BTreeMap<&'static str, Work>> {
         let outbox = Outbox::new(self.pool.clone());
         let placer = Arc::new(Placer::new(&self.registry)?);
-        let turns = Turns::new(self.pool.clone());
+        let leases = Leases::new(self.pool.clone(), self.view.me.id);
         let teller = services
             .payments
             .as_ref()
             .map(|payments| Teller::new(self.directory.clone(), Arc::clone(&payments.processor), "payments"));
         let teller = teller.transpose()?;
-        let errands = teller.clone().map(|teller| Errands::new(teller, turns.clone()));
+        let errands = teller.clone().map(|teller| Errands::new(teller, leases.clone()));
         let webhooks = teller.clone().map(|teller| Webhooks::new(teller, Arc::clone(&self.ring)));
         let (directory, reads) = (self.directory.clone(), self.reads.clone());
         let reactor = Reactor::new(directory, reads, outbox, placer, errands, webhooks, "provisioning")?;
@@ -391,7 +391,7 @@ impl Process {
         let retention = Arc::new(Retention::new(self.directory.clone(), host, reads, recordings, world)?);
         works.insert("recordings", work(&retention, |retention| async move { retention.run().await }));
         if let (Some(teller), Some(payments)) = (teller, &self.config.payments) {
-            let reconciler = Reconciler::register(&self.registry, teller, turns, payments.reconciles_every)?;
+            let reconciler = Reconciler::register(&self.registry, teller, leases, payments.reconciles_every)?;
             let reconciler = Arc::new(reconciler);
             works.insert("reconciliation", work(&reconciler, |reconciler| async move { reconciler.run().await }));
         }

@@ -9,7 +9,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
 use domain::payment::{Command, Errand, OPEN_FOR, Outcome, Reply};
 use edge::processor::{ProcessorError, RefundRequest, RefundStanding, Status};
-use persistence::{StoreError, Turns};
+use persistence::{Leases, StoreError};
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -25,7 +25,7 @@ const WITHIN: Duration = Duration::from_secs(20);
 
 /// How long nobody else asks for a refund that was asked for: longer than what was asked can be on its way. The processor may heed no
 /// `Idempotency-Key`, and cap no refund.
-const TURN: Duration = Duration::from_secs(30);
+const LEASE: Duration = Duration::from_secs(30);
 
 /// Between the processor's clock and ours.
 const SKEW: TimeDelta = TimeDelta::minutes(10);
@@ -37,7 +37,7 @@ const NEVER_MADE: &str = "never_made";
 #[derive(Clone)]
 pub struct Errands {
     teller: Teller,
-    turns: Turns,
+    leases: Leases,
     places: Arc<Semaphore>,
 }
 
@@ -47,8 +47,8 @@ enum Undone {
     /// Its payment says it again.
     #[error(transparent)]
     Processor(#[from] ProcessorError),
-    #[error("somebody else is at it")]
-    OthersTurn,
+    #[error("another member holds the lease of this refund")]
+    HeldByAnother,
     /// It was done, and is to be told.
     #[error(transparent)]
     Untold(#[from] Untold),
@@ -58,8 +58,8 @@ enum Undone {
 
 impl Errands {
     #[must_use]
-    pub fn new(teller: Teller, turns: Turns) -> Self {
-        Self { teller, turns, places: Arc::new(Semaphore::new(AT_ONCE)) }
+    pub fn new(teller: Teller, leases: Leases) -> Self {
+        Self { teller, leases, places: Arc::new(Semaphore::new(AT_ONCE)) }
     }
 
     pub(in crate::workers) async fn run(&self, by: &Reactor, heard: &Heard, errand: &Errand) -> Effect {
@@ -78,7 +78,7 @@ impl Errands {
                 tracing::warn!(why, "the payment processor's word contradicts the payment");
             }
             Ok(Err(Undone::Untold(Untold::Payment { why, .. }))) => return Effect::Later { why },
-            Ok(Err(Undone::OthersTurn)) => tracing::info!("somebody else is at the errand"),
+            Ok(Err(Undone::HeldByAnother)) => tracing::info!("another member holds the lease of this refund"),
             Ok(Err(error)) => {
                 tracing::warn!(error = %error, errand = errand.name(), "an errand to the payment processor came to nothing");
             }
@@ -99,25 +99,25 @@ impl Errands {
                     processor_id: processor_id.clone(),
                     amount_minor: *amount_minor,
                 };
-                self.refund_in_turn(teller, *payment_id, &wanted).await
+                self.refund_under_lease(teller, *payment_id, &wanted).await
             }
         }
     }
 
-    async fn refund_in_turn(
+    async fn refund_under_lease(
         &self,
         teller: &Teller,
         payment_id: PaymentId,
         wanted: &RefundRequest,
     ) -> Result<Told, Undone> {
-        let turn = format!("refund/{}", wanted.refund_id);
-        if !self.turns.take(&turn, TURN).await? {
-            return Err(Undone::OthersTurn);
-        }
+        let name = format!("refund/{}", wanted.refund_id);
+        let Some(lease) = self.leases.acquire(&name, LEASE).await? else {
+            return Err(Undone::HeldByAnother);
+        };
         let done = refund(teller, payment_id, wanted).await;
-        // What may still be on its way keeps the turn until it cannot be any more; so does whoever dies or takes too long.
+        // What may still be on its way keeps the lease until it cannot be any more; so does a holder that dies or takes too long.
         if !matches!(done, Err(Undone::Processor(ProcessorError::Unknown(_)))) {
-            self.turns.give_back(&turn).await?;
+            self.leases.release(lease).await?;
         }
         done
     }
@@ -311,6 +311,6 @@ mod tests {
     #[test]
     fn an_errand_ends_before_its_turn_does() {
         // What it asked last is answered or lost by then.
-        assert!(WITHIN + Duration::from_secs(10) <= TURN);
+        assert!(WITHIN + Duration::from_secs(10) <= LEASE);
     }
 }

@@ -7,7 +7,7 @@
 use super::told::{self, Teller, Told, Untold};
 use chrono::{DateTime, TimeDelta, Utc};
 use edge::processor::{Listing, ProcessorError};
-use persistence::{StoreError, Turns};
+use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -36,7 +36,7 @@ const REMEMBERED: usize = 100_000;
 /// See the module.
 pub struct Reconciler {
     teller: Teller,
-    turns: Turns,
+    leases: Leases,
     every: Duration,
     failed: IntCounter,
     missed: IntCounter,
@@ -65,7 +65,7 @@ pub enum Incomplete {
 impl Reconciler {
     /// # Errors
     /// Where the metrics are registered already.
-    pub fn register(registry: &Registry, teller: Teller, turns: Turns, every: Duration) -> anyhow::Result<Self> {
+    pub fn register(registry: &Registry, teller: Teller, leases: Leases, every: Duration) -> anyhow::Result<Self> {
         let counter = |name, help| -> anyhow::Result<IntCounter> {
             let counter = IntCounter::new(name, help)?;
             registry.register(Box::new(counter.clone()))?;
@@ -73,7 +73,7 @@ impl Reconciler {
         };
         Ok(Self {
             teller,
-            turns,
+            leases,
             every,
             failed: counter(
                 "payments_reconcile_failed_total",
@@ -106,11 +106,12 @@ impl Reconciler {
         let lasts = self.every.mul_f32(0.9);
         loop {
             clock.tick().await;
-            match self.turns.take(BOOKS, lasts).await {
-                Ok(true) => self.turn().await,
-                Ok(false) => {}
+            match self.leases.acquire(BOOKS, lasts).await {
+                // Not released: it lapses before the next comparison is due.
+                Ok(Some(_lease)) => self.turn().await,
+                Ok(None) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "whose turn it is to compare the payment processor's books is unknown")
+                    tracing::warn!(%error, "the lease for comparing the payment processor's books cannot be acquired")
                 }
             }
         }
@@ -129,10 +130,10 @@ impl Reconciler {
 
     async fn compare(&self) -> Result<u64, Incomplete> {
         let began = Utc::now();
-        let since = self.turns.compared(BOOKS).await?.map_or(began - FIRST, |until| until - AGAIN);
+        let since = self.leases.compared(BOOKS).await?.map_or(began - FIRST, |until| until - AGAIN);
         let missed = self.look_back(began, since).await?;
-        self.turns.keep_compared(BOOKS, began).await?;
-        self.turns.forget().await?;
+        self.leases.store_compared(BOOKS, began).await?;
+        self.leases.forget().await?;
         Ok(missed)
     }
 
@@ -270,7 +271,13 @@ mod tests {
     fn reconciler(bench: &Bench) -> Reconciler {
         let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy("postgres://nobody@127.0.0.1:1/none").unwrap();
         let every = Duration::from_secs(300);
-        Reconciler::register(&Registry::new(), bench.teller(0), Turns::new(pool), every).unwrap()
+        Reconciler::register(
+            &Registry::new(),
+            bench.teller(0),
+            Leases::new(pool, domain::MemberId(uuid::Uuid::new_v4())),
+            every,
+        )
+        .unwrap()
     }
 
     async fn missed(reconciler: &Reconciler) -> Result<u64, Incomplete> {
