@@ -1,5 +1,5 @@
-//! The cluster's books: who lives, who owns which shard, and under which epoch. Postgres is the one authority (design 6); all
-//! ages are measured on its clock.
+//! The cluster's books: who lives, who owns which shard, and under which epoch. Postgres is the one authority (design 6). Ages on its
+//! clock are shown and decide nothing: a member loses its shards by a takeover from who has watched it, on a monotonic clock, not beat.
 
 use crate::error::{Doing, StoreError, damaged};
 use domain::commit::Epoch;
@@ -35,6 +35,8 @@ pub struct Member {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Heard {
     pub member: Member,
+    /// The time of its last beat, which tells one beat from another and nothing else: the database's clock can be set.
+    pub beat_at: Timestamp,
     pub silent_for: Duration,
 }
 
@@ -77,31 +79,56 @@ impl Cluster {
         .doing("beating")
     }
 
-    /// A process's first beat. Earlier processes of its name are forgotten: it has taken their place, and nobody has to wait for their
-    /// silence before taking their shards.
+    /// A process's first beat. Earlier processes of its name that have certainly ended are deleted, so that no member has to wait for their
+    /// silence before it takes their shards. One that may still run stays: it may be answering from its memory.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn join(&self, member: &Member) -> Result<Timestamp, StoreError> {
-        let done = sqlx::query("DELETE FROM member WHERE name = $1 AND id <> $2")
-            .bind(&member.name)
-            .bind(member.id.0)
-            .execute(&self.pool)
-            .await
-            .doing("forgetting earlier processes of this name")?;
-        if done.rows_affected() > 0 {
-            tracing::info!(member.name = %member.name, "takes the place of an earlier process of its name");
+    pub async fn join(&self, member: &Member, has_ended: impl Fn(&Member) -> bool) -> Result<Timestamp, StoreError> {
+        for earlier in self.members().await? {
+            if earlier.member.name != member.name || earlier.member.id == member.id {
+                continue;
+            }
+            let name = &member.name;
+            if !has_ended(&earlier.member) {
+                tracing::warn!(member.name = name, earlier = %earlier.member.id, "another process has, or had, this member's name");
+                continue;
+            }
+            let done = sqlx::query("DELETE FROM member WHERE id = $1 AND beat_at = $2")
+                .bind(earlier.member.id.0)
+                .bind(earlier.beat_at)
+                .execute(&self.pool)
+                .await
+                .doing("deleting an earlier process of this name")?;
+            if done.rows_affected() > 0 {
+                tracing::info!(member.name = name, "takes the place of an earlier process of its name");
+            }
         }
         self.beat(member).await
     }
 
-    /// The members that were heard within `within`, by id.
+    /// Every member that is known, living or not, by id.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn members(&self) -> Result<Vec<Heard>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT id, name, started_at, beat_at, details,
+                    greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
+             FROM member ORDER BY id",
+        )
+        .fetch_all(&self.pool)
+        .await;
+        rows.and_then(|rows| rows.iter().map(heard).collect()).doing("reading the members")
+    }
+
+    /// The members that were heard within `within` on the database's clock, by id: to be shown, not to be acted on.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn living(&self, within: Duration) -> Result<Vec<Heard>, StoreError> {
         let rows = sqlx::query(
-            "SELECT id, name, started_at, details,
+            "SELECT id, name, started_at, beat_at, details,
                     greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
              FROM member WHERE beat_at > clock_timestamp() - make_interval(secs => $1) ORDER BY id",
         )
@@ -145,9 +172,10 @@ impl Cluster {
         rows.and_then(|rows| rows.iter().map(ownership).collect()).doing("reading the shards")
     }
 
-    /// Makes `me` the owner of those of `seen` that still are as they were seen, and whose owner is nobody or has been silent for
-    /// `silent_for`: each with an epoch one higher. Waits for batches in flight, which commit under the old epoch. The answer
-    /// holds what was won; the rest went to another or came back to life.
+    /// Makes `me` the owner of those of `seen` that still are as they were seen, and whose owner is nobody, has no row, or has not beaten
+    /// since the beat in `watched`: each with an epoch one higher. Waits for batches in flight, which commit under the old epoch. The
+    /// answer holds what was won; the rest went to another or came back to life. That the owner has been silent for long enough since
+    /// that beat is the caller's to know.
     ///
     /// # Errors
     /// [`StoreError`]; whether the takeover happened is then to be read from [`Cluster::shards`].
@@ -155,18 +183,19 @@ impl Cluster {
         &self,
         me: MemberId,
         seen: &[Ownership],
-        silent_for: Duration,
+        watched: &BTreeMap<MemberId, Timestamp>,
     ) -> Result<BTreeMap<Shard, Epoch>, StoreError> {
+        let beat_of = |seen: &Ownership| seen.owner.and_then(|owner| watched.get(&owner).copied());
         self.change(
             sqlx::query(
                 "UPDATE shard SET owner = $1, epoch = shard.epoch + 1
                  FROM (
                      SELECT shard.id FROM shard
-                     JOIN unnest($2::smallint[], $3::bigint[], $4::uuid[]) AS seen (id, epoch, owner)
+                     JOIN unnest($2::smallint[], $3::bigint[], $4::uuid[], $5::timestamptz[]) AS seen (id, epoch, owner, beat_at)
                        ON seen.id = shard.id AND seen.epoch = shard.epoch AND seen.owner IS NOT DISTINCT FROM shard.owner
                      WHERE NOT EXISTS (
                          SELECT 1 FROM member
-                         WHERE member.id = seen.owner AND beat_at > clock_timestamp() - make_interval(secs => $5)
+                         WHERE member.id = seen.owner AND member.beat_at IS DISTINCT FROM seen.beat_at
                      )
                      ORDER BY shard.id FOR UPDATE OF shard
                  ) AS won
@@ -177,7 +206,7 @@ impl Cluster {
             .bind(seen.iter().map(|seen| i16::from(seen.shard.0)).collect::<Vec<_>>())
             .bind(seen.iter().map(|seen| seen.epoch.0).collect::<Vec<_>>())
             .bind(seen.iter().map(|seen| seen.owner.map(|owner| owner.0)).collect::<Vec<_>>())
-            .bind(silent_for.as_secs_f64()),
+            .bind(seen.iter().map(beat_of).collect::<Vec<_>>()),
             "taking shards over",
         )
         .await
@@ -265,7 +294,8 @@ fn heard(row: &PgRow) -> Result<Heard, sqlx::Error> {
         started_at: row.try_get("started_at")?,
         details: row.try_get("details")?,
     };
-    Ok(Heard { member, silent_for: Duration::try_from_secs_f64(row.try_get("silent")?).map_err(damaged)? })
+    let beat_at = row.try_get("beat_at")?;
+    Ok(Heard { member, beat_at, silent_for: Duration::try_from_secs_f64(row.try_get("silent")?).map_err(damaged)? })
 }
 
 fn ownership(row: &PgRow) -> Result<Ownership, sqlx::Error> {

@@ -10,12 +10,13 @@ pub mod hearing;
 pub mod nats;
 pub mod ownership;
 pub mod permissions;
+pub mod process;
 pub mod requests;
 
 use crate::config::Role;
 use clock::Clock;
 use domain::commit::Epoch;
-use domain::{MemberId, Shard};
+use domain::{MemberId, Shard, Timestamp};
 use persistence::cluster::{Heard, Member, Ownership};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -62,14 +63,36 @@ impl Owners {
     }
 }
 
+/// A member's last beat in Postgres. Its age is measured here, on a monotonic clock: Postgres' own clock can be set.
+#[derive(Clone, Copy, Debug)]
+pub struct Beat {
+    /// Tells it from other beats.
+    pub at: Timestamp,
+    since: Instant,
+    /// It was the first that this process saw of the member, and old by Postgres' clock.
+    was_old: bool,
+}
+
+impl Beat {
+    /// No other has been seen for so long that the member does not answer from its memory any more.
+    fn is_silent(self, now: Instant) -> bool {
+        now.duration_since(self.since) >= SILENCE
+    }
+}
+
 #[derive(Clone, Default)]
 pub struct Seen {
     pub living: Vec<Heard>,
     pub shards: Vec<Ownership>,
     /// When each member was heard over NATS last.
     pub heard: BTreeMap<MemberId, Instant>,
+    /// The last beat in Postgres of every member that has a row there.
+    pub beats: BTreeMap<MemberId, Beat>,
     /// Of this member's own last renewal in Postgres, counted from before it was sent.
     pub renewed_at: Option<Instant>,
+    /// A renewal after a lapse. Another member may have taken shards in the meantime, so that it counts when the shards have been read
+    /// after it.
+    pub renewed_after_lapse: Option<Instant>,
     /// The others hear each other and not this member: it owns nothing until they do.
     pub cut_off: bool,
     /// The books were read without a gap since then. Whoever was not looking does not know who was silent.
@@ -85,6 +108,25 @@ impl Seen {
             self.watching_since = Some(now);
         }
         self.read_at = Some(now);
+    }
+
+    /// These members have rows in the books at `now`. Answers those that live.
+    pub fn watch(&mut self, members: Vec<Heard>, now: Instant) -> Vec<Heard> {
+        let beat = |heard: &Heard| match self.beats.get(&heard.member.id) {
+            Some(beat) if beat.at == heard.beat_at => *beat,
+            Some(_) => Beat { at: heard.beat_at, since: now, was_old: false },
+            None => Beat { at: heard.beat_at, since: now, was_old: heard.silent_for >= SILENCE },
+        };
+        self.beats = members.iter().map(|heard| (heard.member.id, beat(heard))).collect();
+        let lives =
+            |heard: &Heard| self.beats.get(&heard.member.id).is_some_and(|it| !it.was_old && !it.is_silent(now));
+        members.into_iter().filter(lives).collect()
+    }
+
+    /// Whether a member answers from its memory no more, as far as Postgres tells: it has no row there, or has not beaten for long enough.
+    #[must_use]
+    pub fn has_fallen_silent(&self, member: MemberId, now: Instant) -> bool {
+        self.beats.get(&member).is_none_or(|beat| beat.is_silent(now))
     }
 
     /// Over NATS, lately.
@@ -108,12 +150,13 @@ impl View {
         Self { me, clock: Clock::default(), seen: Mutex::default(), owners: watch::Sender::default() }
     }
 
-    /// Takes in what was read of the books at `now`.
-    pub fn learn(&self, living: &[Heard], shards: &[Ownership], now: Instant) {
+    /// Takes in what was read of the books at `now`, every member with a row among it. Answers those that live.
+    pub fn learn(&self, members: Vec<Heard>, shards: &[Ownership], now: Instant) -> Vec<Heard> {
         self.note(|seen| {
             seen.read(now);
             seen.heard.retain(|_, at| now.duration_since(*at) < hearing::HEARD_WITHIN * 5);
-            (seen.living, seen.shards) = (living.to_vec(), shards.to_vec());
+            seen.living = seen.watch(members, now);
+            seen.shards = shards.to_vec();
         });
         let owner = |at: &Ownership| Some((at.shard, ShardOwner { member: at.owner?, epoch: at.epoch }));
         let owners = Owners(shards.iter().filter_map(owner).collect());
@@ -124,6 +167,7 @@ impl View {
             }
             changed
         });
+        self.seen().living
     }
 
     /// Whether the books were read longer ago than that.
@@ -186,6 +230,22 @@ impl View {
         change(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
+    /// A renewal that was sent at `before` has been made. Answers whether the one before it had lapsed; then the renewal counts with
+    /// [`View::confirm`].
+    pub fn renewed(&self, before: Instant) -> bool {
+        let lapsed = !self.is_fresh();
+        self.note(|seen| {
+            let renewal = if lapsed { &mut seen.renewed_after_lapse } else { &mut seen.renewed_at };
+            *renewal = Some(before);
+        });
+        lapsed
+    }
+
+    /// The shards have been read since `renewal` was made, and followed.
+    pub fn confirm(&self, renewal: Instant) {
+        self.note(|seen| seen.renewed_at = seen.renewed_at.max(Some(renewal)));
+    }
+
     /// True while this member's own renewal is fresh: only then it may answer from its memory.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
@@ -209,7 +269,7 @@ mod tests {
     fn heard(id: u128, roles: &[&str]) -> Heard {
         let (id, started_at) = (MemberId(Uuid::from_u128(id)), domain::Timestamp::UNIX_EPOCH);
         let member = Member { id, name: id.to_string(), started_at, details: json!({ "roles": roles }) };
-        Heard { member, silent_for: Duration::ZERO }
+        Heard { member, beat_at: started_at, silent_for: Duration::ZERO }
     }
 
     #[test]
@@ -226,7 +286,7 @@ mod tests {
         let share = |id: usize| {
             let view = View::new(living[id].member.clone());
             assert!(view.shards_without(Role::Billing).is_empty(), "it has read nothing yet");
-            view.learn(&living, &shards, Instant::now());
+            view.learn(living.to_vec(), &shards, Instant::now());
             view.shards_without(Role::Billing)
         };
         assert!(share(0).is_empty(), "it is of another role");
@@ -254,6 +314,52 @@ mod tests {
             seen.heard.insert(other, at(second));
         }
         assert!(seen.may_take_from(other, at(14)), "it speaks, and does not reach Postgres: it can commit nothing");
+    }
+
+    fn beating(n: u128, second: i64, silent_for: Duration) -> Heard {
+        let at = |second| domain::Timestamp::UNIX_EPOCH + chrono::TimeDelta::seconds(second);
+        let id = MemberId(Uuid::from_u128(n));
+        let member = Member { id, name: n.to_string(), started_at: at(0), details: serde_json::Value::Null };
+        Heard { member, beat_at: at(second), silent_for }
+    }
+
+    #[test]
+    fn a_step_of_postgres_clock_makes_no_member_silent() {
+        let (other, begin, day) = (MemberId(Uuid::from_u128(2)), Instant::now(), Duration::from_secs(86_400));
+        let mut seen = Seen::default();
+        assert_eq!(seen.watch(vec![beating(2, 1, Duration::ZERO)], begin).len(), 1);
+        let moment = |millis| begin + Duration::from_millis(millis);
+        assert_eq!(seen.watch(vec![beating(2, 1, day)], moment(500)).len(), 1, "the clock went a day ahead");
+        assert!(!seen.has_fallen_silent(other, moment(500)));
+        assert_eq!(seen.watch(vec![beating(2, -86_400, Duration::ZERO)], moment(1000)).len(), 1, "and two days back");
+        assert!(
+            seen.watch(vec![beating(2, -86_400, Duration::ZERO)], moment(4000)).is_empty(),
+            "it has not beaten since"
+        );
+        assert!(seen.has_fallen_silent(other, moment(4000)));
+    }
+
+    #[test]
+    fn a_member_that_was_silent_before_this_process_came_is_watched_before_its_shards_go() {
+        let (other, begin, minute) = (MemberId(Uuid::from_u128(2)), Instant::now(), Duration::from_secs(60));
+        let mut seen = Seen::default();
+        assert!(seen.watch(vec![beating(2, 1, minute)], begin).is_empty(), "nothing is assigned to it");
+        assert!(!seen.has_fallen_silent(other, begin), "the clock may have been set");
+        assert!(seen.watch(vec![beating(2, 1, minute)], begin + SILENCE).is_empty());
+        assert!(seen.has_fallen_silent(other, begin + SILENCE));
+        assert!(seen.watch(Vec::new(), begin).is_empty());
+        assert!(seen.has_fallen_silent(other, begin), "it has no row any more");
+    }
+
+    #[test]
+    fn a_renewal_after_a_lapse_counts_when_the_shards_were_read() {
+        let view = View::new(beating(1, 0, Duration::ZERO).member);
+        let renewal = Instant::now();
+        assert!(view.renewed(renewal));
+        assert!(!view.is_fresh());
+        view.confirm(renewal);
+        assert!(view.is_fresh());
+        assert!(!view.renewed(Instant::now()), "the next one follows in time");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::cluster::authentication::MemberAuthenticator;
 use crate::cluster::bus::{Bus, Nudge};
 use crate::cluster::ownership::Owner;
-use crate::cluster::{View, nats};
+use crate::cluster::{self, View, nats};
 use crate::config::{Config, NodeProxies, Role};
 use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
@@ -678,6 +678,7 @@ fn me(id: MemberId, config: &Config) -> Member {
         started_at: chrono::Utc::now(),
         details: json!({
             "roles": roles,
+            "process": cluster::process::current(),
             "version": env!("CARGO_PKG_VERSION"),
             "public_url": config.public_url,
             // The others believe none of its messages without a stamp.

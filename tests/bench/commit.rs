@@ -117,7 +117,7 @@ impl Ours {
     async fn prepare(pool: PgPool) -> anyhow::Result<Arc<Self>> {
         let me = MemberId(Uuid::now_v7());
         let cluster = Cluster::new(pool.clone());
-        cluster.take_over(me, &cluster.shards().await?, Duration::ZERO).await?;
+        cluster.take_over(me, &cluster.shards().await?, &std::collections::BTreeMap::new()).await?;
         let registry = prometheus::Registry::new();
         let (publish, mut published) = mpsc::channel(1024);
         // The relay's place: rows are taken and dropped.

@@ -97,6 +97,34 @@ async fn a_replica_that_nats_does_not_carry_to_hands_its_shards_over_and_nats_go
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_step_of_the_databases_clock_moves_no_shard_and_a_death_is_noticed_under_it() {
+    let mut world = World::plan().replicas(3).postgres_clock().start().await;
+    expect_all_shards_owned_by(&world.admin, 3).await;
+    let epochs = || async {
+        let statement = "SELECT id, owner, epoch FROM shard ORDER BY id";
+        sqlx::query_as::<_, (i16, Uuid, i64)>(statement).fetch_all(&world.pool).await.unwrap()
+    };
+    let before = epochs().await;
+    let clock = world.postgres_clock.as_ref().unwrap();
+    for ahead in [60, -60, 0] {
+        clock.put(chrono::TimeDelta::minutes(ahead));
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        assert_eq!(before, epochs().await, "{ahead} minutes ahead");
+    }
+    // The clock goes back, so that the last beat of the one that dies lies in the future.
+    clock.put(chrono::TimeDelta::minutes(-60));
+    world.kill9_replica(2);
+    expect_all_shards_owned_by(&world.at_replica(0, "admin"), 2).await;
+    world.restart_replica(2).await;
+    clock_right(&mut world);
+    world.end().await;
+}
+
+fn clock_right(world: &mut World) {
+    world.postgres_clock.as_ref().unwrap().put(chrono::TimeDelta::zero());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn each_replica_shows_where_a_held_back_allocation_lives_why_it_waits_and_until_when() {
     let mut world = World::plan().replicas(3).start().await;
     let node = world.node("h100").await;

@@ -3,12 +3,22 @@
 use crate::postgres::Database;
 use domain::commit::Epoch;
 use domain::id::{EntityRef, Kind, MemberId, Shard};
+use domain::machine::Timestamp;
 use persistence::Cluster;
 use persistence::cluster::Member;
+use std::collections::BTreeMap;
 use std::time::Duration;
 use uuid::Uuid;
 
 const SECOND: Duration = Duration::from_secs(1);
+
+/// No member has been watched.
+static UNWATCHED: BTreeMap<MemberId, Timestamp> = BTreeMap::new();
+
+/// Each member's last beat.
+async fn beats(cluster: &Cluster) -> BTreeMap<MemberId, Timestamp> {
+    cluster.members().await.unwrap().into_iter().map(|heard| (heard.member.id, heard.beat_at)).collect()
+}
 
 async fn cluster() -> (Database, Cluster) {
     let db = Database::fresh().await;
@@ -54,42 +64,66 @@ async fn of_many_that_take_a_shard_at_once_one_gets_it() {
     assert_eq!(seen.len(), 256);
     assert!(seen.iter().all(|shard| shard.owner.is_none() && shard.epoch == Epoch(0)));
     let takers: Vec<MemberId> = (0..6).map(|_| MemberId(Uuid::new_v4())).collect();
-    let won = futures::future::join_all(takers.iter().map(|me| cluster.take_over(*me, &seen, SECOND))).await;
+    let won = futures::future::join_all(takers.iter().map(|me| cluster.take_over(*me, &seen, &UNWATCHED))).await;
     let won: usize = won.into_iter().map(|won| won.unwrap().len()).sum();
     assert_eq!(won, 256);
     assert!(cluster.shards().await.unwrap().iter().all(|shard| shard.epoch == Epoch(1) && shard.owner.is_some()));
 }
 
 #[tokio::test]
-async fn the_living_lose_nothing_to_a_takeover() {
-    let (db, cluster) = cluster().await;
+async fn an_owner_that_has_beaten_since_it_was_watched_loses_nothing() {
+    let (_db, cluster) = cluster().await;
     let (ann, bob) = (member("ann"), member("bob"));
     cluster.beat(&ann).await.unwrap();
     let free = cluster.shards().await.unwrap();
-    assert_eq!(cluster.take_over(ann.id, &free[..2], 3 * SECOND).await.unwrap().len(), 2);
+    assert_eq!(cluster.take_over(ann.id, &free[..2], &UNWATCHED).await.unwrap().len(), 2);
     let seen = cluster.shards().await.unwrap();
-    assert_eq!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().len(), 0, "ann lives");
-    assert_eq!(cluster.take_over(bob.id, &free[..2], 3 * SECOND).await.unwrap().len(), 0, "seen before ann had it");
-    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds'").execute(&db.pool).await.unwrap();
-    let won = cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap();
+    assert_eq!(cluster.take_over(bob.id, &seen[..2], &UNWATCHED).await.unwrap().len(), 0, "no member has watched ann");
+    let watched = beats(&cluster).await;
+    cluster.beat(&ann).await.unwrap();
+    assert_eq!(cluster.take_over(bob.id, &seen[..2], &watched).await.unwrap().len(), 0, "ann has beaten since");
+    let watched = beats(&cluster).await;
+    assert_eq!(cluster.take_over(bob.id, &free[..2], &watched).await.unwrap().len(), 0, "seen before ann had it");
+    let won = cluster.take_over(bob.id, &seen[..2], &watched).await.unwrap();
     assert_eq!(won.into_iter().collect::<Vec<_>>(), [(Shard(0), Epoch(2)), (Shard(1), Epoch(2))]);
-    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1, "ann owns nothing any more");
 }
 
 #[tokio::test]
-async fn a_restart_under_the_same_name_frees_the_shards_of_the_process_before_it_at_once() {
+async fn a_member_that_is_silent_and_owns_nothing_is_deleted() {
+    let (db, cluster) = cluster().await;
+    let (ann, bob) = (member("ann"), member("bob"));
+    cluster.beat(&ann).await.unwrap();
+    cluster.beat(&bob).await.unwrap();
+    cluster.take_over(ann.id, &cluster.shards().await.unwrap()[..1], &UNWATCHED).await.unwrap();
+    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds'").execute(&db.pool).await.unwrap();
+    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1, "ann owns a shard");
+}
+
+#[tokio::test]
+async fn a_restart_under_the_same_name_frees_the_shards_of_an_ended_process_at_once() {
     let (_db, cluster) = cluster().await;
     let (before, bob) = (member("ann"), member("bob"));
-    cluster.join(&before).await.unwrap();
-    cluster.join(&bob).await.unwrap();
-    cluster.take_over(before.id, &cluster.shards().await.unwrap()[..2], 3 * SECOND).await.unwrap();
+    cluster.join(&before, |_| true).await.unwrap();
+    cluster.join(&bob, |_| true).await.unwrap();
+    cluster.take_over(before.id, &cluster.shards().await.unwrap()[..2], &UNWATCHED).await.unwrap();
     let seen = cluster.shards().await.unwrap();
-    assert!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().is_empty(), "ann lives");
     let after = member("ann");
-    cluster.join(&after).await.unwrap();
+    cluster.join(&after, |ended| ended.id == before.id).await.unwrap();
     let living: Vec<_> = cluster.living(3 * SECOND).await.unwrap().into_iter().map(|it| it.member.id).collect();
     assert!(living.len() == 2 && living.contains(&after.id) && living.contains(&bob.id), "{living:?}");
-    assert_eq!(cluster.take_over(bob.id, &seen[..2], 3 * SECOND).await.unwrap().len(), 2);
+    assert_eq!(cluster.take_over(bob.id, &seen[..2], &UNWATCHED).await.unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn a_start_under_the_name_of_a_live_member_takes_nothing_from_it() {
+    let (_db, cluster) = cluster().await;
+    let (live, second) = (member("ann"), member("ann"));
+    cluster.join(&live, |_| true).await.unwrap();
+    cluster.take_over(live.id, &cluster.shards().await.unwrap()[..2], &UNWATCHED).await.unwrap();
+    let seen = cluster.shards().await.unwrap();
+    cluster.join(&second, |_| false).await.unwrap();
+    assert_eq!(cluster.members().await.unwrap().len(), 2);
+    assert!(cluster.take_over(second.id, &seen[..2], &UNWATCHED).await.unwrap().is_empty());
 }
 
 #[tokio::test]
@@ -97,7 +131,7 @@ async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
     let (_db, cluster) = cluster().await;
     let (ann, bob) = (member("ann").id, member("bob").id);
     let free = cluster.shards().await.unwrap();
-    cluster.take_over(ann, &free[..3], SECOND).await.unwrap();
+    cluster.take_over(ann, &free[..3], &UNWATCHED).await.unwrap();
     let mine = [(Shard(0), Epoch(1)), (Shard(1), Epoch(0)), (Shard(9), Epoch(0))];
     assert!(cluster.hand_over(bob, Some(bob), &mine).await.unwrap().is_empty());
     let given = cluster.hand_over(ann, Some(bob), &mine).await.unwrap();
@@ -112,14 +146,14 @@ async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
 async fn a_new_incarnation_lifts_every_epoch_and_frees_every_shard() {
     let (_db, cluster) = cluster().await;
     let ann = member("ann").id;
-    cluster.take_over(ann, &cluster.shards().await.unwrap(), SECOND).await.unwrap();
+    cluster.take_over(ann, &cluster.shards().await.unwrap(), &UNWATCHED).await.unwrap();
     assert_eq!(cluster.incarnation().await.unwrap(), 0);
     let first = cluster.begin_incarnation().await.unwrap();
     assert_eq!(cluster.incarnation().await.unwrap(), first);
     let shards = cluster.shards().await.unwrap();
     assert!(shards.iter().all(|shard| shard.owner.is_none() && shard.epoch == Epoch(first << 32)));
     assert!(cluster.begin_incarnation().await.unwrap() > first);
-    let won = cluster.take_over(ann, &cluster.shards().await.unwrap(), SECOND).await.unwrap();
+    let won = cluster.take_over(ann, &cluster.shards().await.unwrap(), &UNWATCHED).await.unwrap();
     assert!(won.values().all(|epoch| *epoch > Epoch(first << 32)));
 }
 

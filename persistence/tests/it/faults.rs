@@ -291,7 +291,7 @@ async fn a_takeover_waits_for_the_batch_in_flight_and_fences_the_next() {
         world.until_blocked(1).await;
         let taken = tokio::spawn({
             let (cluster, seen) = (cluster.clone(), seen.clone());
-            async move { cluster.take_over(heir, &seen, Duration::ZERO).await.unwrap() }
+            async move { cluster.take_over(heir, &seen, &std::collections::BTreeMap::new()).await.unwrap() }
         });
         tokio::time::sleep(Duration::from_millis(100)).await;
         holder.rollback().await.unwrap();

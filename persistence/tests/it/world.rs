@@ -32,7 +32,7 @@ impl World {
         let me = MemberId(Uuid::new_v4());
         let cluster = Cluster::new(db.pool.clone());
         let seen = cluster.shards().await.unwrap();
-        assert_eq!(cluster.take_over(me, &seen, Duration::ZERO).await.unwrap().len(), 256);
+        assert_eq!(cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap().len(), 256);
         let mut config = CommitterConfig::new(me);
         change(&mut config);
         let registry = prometheus::Registry::new();

@@ -3,7 +3,7 @@
 use super::assignment::assign;
 use super::bus::Bus;
 use super::hearing::{HEARD_WITHIN, Hearing, Standing, is_cut_off};
-use super::{BEAT, PROMPT, SILENCE, View, has_role};
+use super::{BEAT, PROMPT, SILENCE, View, has_role, process};
 use crate::config::Role;
 use actors::place::shard_of;
 use actors::ports::Term;
@@ -90,16 +90,14 @@ impl Owner {
             }
             if n % 2 == 0 {
                 let before = Instant::now();
-                let first = self.view.seen().renewed_at.is_none();
-                match tokio::time::timeout(SILENCE, self.renew(first)).await {
+                match tokio::time::timeout(SILENCE, self.renew(n == 0)).await {
                     Ok(Ok(postgres)) => {
                         self.view.clock.measure(before, postgres);
                         self.view.clock.warn();
-                        // The first time the others know of this member: it can take its share now.
-                        if first {
+                        // The first time the others know of this member: it can take its share now. Later: they may have taken it.
+                        if self.view.renewed(before) {
                             self.look.notify_one();
                         }
-                        self.view.note(|seen| seen.renewed_at = Some(before));
                     }
                     Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
                     Err(_) => tracing::warn!("Postgres did not answer a renewal in time"),
@@ -112,7 +110,7 @@ impl Owner {
     /// Postgres' time at the renewal.
     async fn renew(&self, first: bool) -> Result<Timestamp, persistence::StoreError> {
         let me = self.as_it_stands();
-        if first { self.cluster.join(&me).await } else { self.cluster.beat(&me).await }
+        if first { self.cluster.join(&me, process::has_ended).await } else { self.cluster.beat(&me).await }
     }
 
     /// This member, with what the others must know of it: whom it hears over NATS, and whether it counts itself out.
@@ -170,16 +168,23 @@ impl Owner {
 
     async fn turn(&self) -> anyhow::Result<()> {
         // The shards first: who owns a shard by then had said of itself what is read of it afterwards.
+        let renewal = self.view.seen().renewed_after_lapse;
         let shards = self.cluster.shards().await?;
-        let living = self.cluster.living(SILENCE).await?;
+        let members = self.cluster.members().await?;
         let now = Instant::now();
-        self.view.learn(&living, &shards, now);
+        let living = self.view.learn(members, &shards, now);
         self.bus.shrink();
         if !self.takes_shards {
+            renewal.into_iter().for_each(|renewal| self.view.confirm(renewal));
             return Ok(());
         }
         self.take_position(&living, now);
         self.follow(&shards).await?;
+        if let Some(renewal) = renewal {
+            self.view.confirm(renewal);
+            // Commands for what is ours are heard from here on.
+            self.follow(&shards).await?;
+        }
         let me = self.view.me.id;
         if !living.iter().any(|heard| heard.member.id == me) {
             // The others do not know of this member yet.
@@ -188,12 +193,13 @@ impl Owner {
         let wanted = assign(&owners(&living));
         let seen = self.view.seen();
         let masterless = |owned: &&Ownership| {
-            let dead = |owner| !living.iter().any(|heard| heard.member.id == owner) && seen.may_take_from(owner, now);
+            let dead = |owner| seen.has_fallen_silent(owner, now) && seen.may_take_from(owner, now);
             wanted.get(&owned.shard) == Some(&me) && owned.owner.is_none_or(dead)
         };
         let free: Vec<_> = shards.iter().filter(masterless).copied().collect();
         if !free.is_empty() {
-            let won = self.cluster.take_over(me, &free, SILENCE).await?;
+            let watched = seen.beats.iter().map(|(id, beat)| (*id, beat.at)).collect();
+            let won = self.cluster.take_over(me, &free, &watched).await?;
             if !won.is_empty() {
                 tracing::info!(shards = won.len(), "took shards over");
                 self.open(won).await?;
@@ -395,7 +401,7 @@ mod tests {
     fn member(n: u128, details: Value) -> Heard {
         let started_at = domain::Timestamp::UNIX_EPOCH;
         let member = Member { id: MemberId(Uuid::from_u128(n)), name: n.to_string(), started_at, details };
-        Heard { member, silent_for: Duration::ZERO }
+        Heard { member, beat_at: started_at, silent_for: Duration::ZERO }
     }
 
     fn numbers(ids: Vec<MemberId>) -> Vec<u128> {

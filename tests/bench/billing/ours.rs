@@ -110,7 +110,7 @@ impl Ours {
     pub(crate) async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
         let me = MemberId(Uuid::now_v7());
         let cluster = Cluster::new(pool.clone());
-        let shards = cluster.take_over(me, &cluster.shards().await?, Duration::ZERO).await?;
+        let shards = cluster.take_over(me, &cluster.shards().await?, &std::collections::BTreeMap::new()).await?;
         let registry = Registry::new();
         let (publish, mut published) = mpsc::channel(1024);
         // The relay's place: rows are taken and dropped.

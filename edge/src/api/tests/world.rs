@@ -227,7 +227,7 @@ impl World {
         persistence::migrate::run(&pool).await.unwrap();
         let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
         let seen = cluster.shards().await.unwrap();
-        let won = cluster.take_over(me, &seen, Duration::ZERO).await.unwrap();
+        let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
         let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
         let (publish, published) = tokio::sync::mpsc::channel(1000);
         let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);

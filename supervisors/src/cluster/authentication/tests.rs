@@ -130,7 +130,7 @@ fn notice_is_stale_after_a_while_and_an_event_after_a_day() {
 fn unstamped_message_is_believed_only_while_a_member_of_an_earlier_release_lives() {
     let receiver = one(2, 3);
     let live = |others: Vec<Member>| {
-        let heard = |member| Heard { member, silent_for: Duration::ZERO };
+        let heard = |member| Heard { member, beat_at: domain::Timestamp::UNIX_EPOCH, silent_for: Duration::ZERO };
         let living = others.into_iter().map(heard).collect();
         receiver.view.note(|seen| *seen = Seen { living, ..Seen::default() });
         receiver.check(&request(), None)

@@ -1,0 +1,109 @@
+//! Which process a member is, so that a later one on the same machine can tell whether it has ended.
+
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
+use persistence::cluster::Member;
+use serde::{Deserialize, Serialize};
+
+/// A process of one machine, since its last boot, told apart from a later one of the same number by its start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    boot_id: String,
+    /// Numbers of processes mean something within it alone.
+    pid_namespace: String,
+    pid: i32,
+    /// In ticks since the boot: field 22 of `proc_pid_stat(5)`.
+    started_at_ticks: u64,
+}
+
+/// This process; `None` where `/proc` does not tell.
+#[must_use]
+pub fn current() -> Option<ProcessIdentity> {
+    let pid = i32::try_from(std::process::id()).ok()?;
+    Some(ProcessIdentity {
+        boot_id: std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?.trim().to_owned(),
+        pid_namespace: std::fs::read_link("/proc/self/ns/pid").ok()?.to_string_lossy().into_owned(),
+        pid,
+        started_at_ticks: stat(pid)?.started_at_ticks,
+    })
+}
+
+/// Whether the member's process has certainly ended. One of another machine, of another PID namespace, or of a release that does not say
+/// which process it is, may still run.
+#[must_use]
+pub fn has_ended(member: &Member) -> bool {
+    let Ok(process) = serde_json::from_value::<ProcessIdentity>(member.details["process"].clone()) else {
+        return false;
+    };
+    current().is_some_and(|here| process.has_ended(&here))
+}
+
+impl ProcessIdentity {
+    fn has_ended(&self, here: &Self) -> bool {
+        if (&self.boot_id, &self.pid_namespace) != (&here.boot_id, &here.pid_namespace) {
+            return false;
+        }
+        if kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH) {
+            return true;
+        }
+        // Unreadable: it may be another user's.
+        stat(self.pid).is_some_and(|now| now.is_over || now.started_at_ticks != self.started_at_ticks)
+    }
+}
+
+struct Stat {
+    /// It answers nothing any more, and waits for its parent to notice.
+    is_over: bool,
+    started_at_ticks: u64,
+}
+
+fn stat(pid: i32) -> Option<Stat> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The program's name may hold anything, parentheses too.
+    let fields: Vec<_> = text.rsplit_once(") ")?.1.split(' ').collect();
+    Some(Stat { is_over: matches!(*fields.first()?, "Z" | "X"), started_at_ticks: fields.get(19)?.parse().ok()? })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn member(process: Value) -> Member {
+        let started_at = domain::Timestamp::UNIX_EPOCH;
+        let id = domain::MemberId(uuid::Uuid::from_u128(1));
+        Member { id, name: "one".into(), started_at, details: json!({ "process": process }) }
+    }
+
+    #[test]
+    fn a_process_that_runs_or_cannot_be_looked_at_has_not_ended() {
+        let here = current().unwrap();
+        let elsewhere = ProcessIdentity { boot_id: "another".into(), pid: i32::MAX, ..here.clone() };
+        let contained = ProcessIdentity { pid_namespace: "pid:[1]".into(), pid: i32::MAX, ..here.clone() };
+        for process in [json!(here), json!(elsewhere), json!(contained), Value::Null, json!({ "pid": 1 })] {
+            assert!(!has_ended(&member(process.clone())), "{process}");
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_gone_a_zombie_or_whose_number_was_given_again_has_ended() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let process =
+            ProcessIdentity { pid, started_at_ticks: stat(pid).unwrap().started_at_ticks, ..current().unwrap() };
+        let ended = |process: &ProcessIdentity| has_ended(&member(json!(process)));
+        assert!(!ended(&process));
+        let earlier = ProcessIdentity { started_at_ticks: process.started_at_ticks - 1, ..process.clone() };
+        assert!(ended(&earlier), "the number was given again");
+        child.kill().unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while !ended(&process) && std::time::Instant::now() < until {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        assert!(ended(&process), "it is a zombie");
+        child.wait().unwrap();
+        assert!(ended(&process));
+    }
+}
