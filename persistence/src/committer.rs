@@ -1,7 +1,8 @@
 //! The group committer: everything that is waiting *now* becomes durable in one statement (design 5).
 //!
 //! Two workers with a connection each; every shard belongs to one of them, so that a shard's transitions are numbered and made
-//! durable by one hand. There is no timer: while one batch is being committed, the next one fills. A transition is in a batch
+//! durable by one hand. Whoever runs a worker ([`Committer::run_lane`]) may start it again after a panic: what waits stays, what was being
+//! written is [`Outcome::Unknown`]. There is no timer: while one batch is being committed, the next one fills. A transition is in a batch
 //! whole or not at all, and one that fails takes no other with it. What can wait (`Commit::patient`) is written in batches of its own, by
 //! turns with what somebody waits for.
 //!
@@ -33,15 +34,17 @@ use crate::seal::Seals;
 use batch::Job;
 use domain::commit::{Commit, Outcome};
 use domain::id::{MemberId, Shard};
-use queues::Ways;
+use futures::FutureExt;
+use queues::{Queues, Ways};
 use sqlx::PgPool;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use under_way::UnderWay;
 use uuid::Uuid;
+use worker::Worker;
 
 /// How long the fate of what is under way is waited for.
 const CERTAIN_WITHIN: Duration = Duration::from_secs(2);
@@ -67,6 +70,8 @@ pub struct CommitterConfig {
     pub seals: Option<Seals>,
     /// The shards' counters. A committer that is started anew under the same epochs must be given the same ones.
     pub sequences: Sequences,
+    /// Called by a worker when the database has answered a batch and nobody has been told. Tests stop or fail a worker there.
+    pub answered: Option<fn()>,
 }
 
 impl CommitterConfig {
@@ -81,6 +86,7 @@ impl CommitterConfig {
             statement_timeout: Duration::from_secs(5),
             seals: None,
             sequences: Sequences::default(),
+            answered: None,
         }
     }
 }
@@ -97,18 +103,17 @@ struct Inner {
     seals: Option<Seals>,
     metrics: CommitterMetrics,
     stop: watch::Sender<bool>,
-    tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
 struct Lane {
     jobs: Ways,
     status: Arc<Mutex<WorkerStatus>>,
+    /// Outlives the task that runs it.
+    worker: Arc<tokio::sync::Mutex<(Worker, Queues)>>,
 }
 
 impl Committer {
-    /// Starts the workers. They connect with the pool's options, on connections of their own.
-    ///
-    /// What was applied is handed to `published`, so that it need not be read back; what does not fit is left to the poll for orphans.
+    /// Starts the workers, each as a task that nothing looks after.
     #[must_use]
     pub fn start(
         pool: &PgPool,
@@ -116,27 +121,42 @@ impl Committer {
         metrics: CommitterMetrics,
         published: mpsc::Sender<OutboxRow>,
     ) -> Self {
-        let (stop, stopped) = watch::channel(false);
+        let committer = Self::new(pool, config, metrics, published);
+        for lane in &committer.inner.lanes {
+            tokio::spawn(run(Arc::clone(&lane.worker), committer.inner.stop.subscribe()));
+        }
+        committer
+    }
+
+    /// A committer whose workers are run by [`Committer::run_lane`]. They connect with the pool's options, on connections of their own.
+    ///
+    /// What was applied is handed to `published`, so that it need not be read back; what does not fit is left to the poll for orphans.
+    #[must_use]
+    pub fn new(
+        pool: &PgPool,
+        config: CommitterConfig,
+        metrics: CommitterMetrics,
+        published: mpsc::Sender<OutboxRow>,
+    ) -> Self {
+        let (stop, _) = watch::channel(false);
         let options = pool.connect_options();
         let mut lanes = Vec::new();
-        let mut tasks = Vec::new();
         for number in 0..config.workers.max(1) {
             let (jobs, queues) = queues::queues(&config);
             let status = Arc::new(Mutex::new(WorkerStatus::default()));
-            let worker = worker::Worker::new(
-                number,
-                &options,
-                config.clone(),
-                metrics.clone(),
-                published.clone(),
-                Arc::clone(&status),
-            );
-            tasks.push(tokio::spawn(worker.run(queues, stopped.clone())));
-            lanes.push(Lane { jobs, status });
+            let worker =
+                Worker::new(number, &options, config.clone(), metrics.clone(), published.clone(), Arc::clone(&status));
+            lanes.push(Lane { jobs, status, worker: Arc::new(tokio::sync::Mutex::new((worker, queues))) });
         }
         let under_way = UnderWay::default();
-        Self {
-            inner: Arc::new(Inner { lanes, under_way, seals: config.seals, metrics, stop, tasks: Mutex::new(tasks) }),
+        Self { inner: Arc::new(Inner { lanes, under_way, seals: config.seals, metrics, stop }) }
+    }
+
+    /// Runs one worker until [`Committer::close`]; one that runs already is waited for first. When it is dropped or panics, it can be run
+    /// again: what waits is still there.
+    pub async fn run_lane(&self, number: usize) {
+        if let Some(lane) = self.inner.lanes.get(number) {
+            run(Arc::clone(&lane.worker), self.inner.stop.subscribe()).await;
         }
     }
 
@@ -149,8 +169,10 @@ impl Committer {
             Ok(job) => match self.lane(shard).jobs.of(patient).try_send(job) {
                 Ok(()) => {
                     self.inner.metrics.waiting.inc();
-                    // The worker ended with the transition in hand.
-                    outcome.await.unwrap_or_else(|_| Outcome::Unknown { reason: "the committer ended".to_owned() })
+                    // The worker ended while it wrote the transition.
+                    outcome
+                        .await
+                        .unwrap_or_else(|_| Outcome::Unknown { reason: "the committer's worker ended".to_owned() })
                 }
                 Err(mpsc::error::TrySendError::Full(_)) => not_applied("the commit queue is full"),
                 Err(mpsc::error::TrySendError::Closed(_)) => not_applied("the committer is shut down"),
@@ -188,12 +210,12 @@ impl Committer {
 
     /// Takes nothing more, commits what is waiting, and ends.
     pub async fn close(&self) {
-        // No receiver means that the workers have ended already.
-        let _ = self.inner.stop.send(true);
-        let tasks = std::mem::take(&mut *self.inner.tasks.lock().unwrap_or_else(PoisonError::into_inner));
-        for task in tasks {
-            if let Err(error) = task.await {
-                tracing::error!(error = %error, "a committer worker ended badly");
+        self.inner.stop.send_replace(true);
+        for lane in &self.inner.lanes {
+            // A worker that runs ends first; what it has left, or one that does not run, is drained here.
+            let draining = AssertUnwindSafe(run(Arc::clone(&lane.worker), self.inner.stop.subscribe()));
+            if draining.catch_unwind().await.is_err() {
+                tracing::error!("a committer worker panicked while it was drained; what it wrote last is unknown");
             }
         }
     }
@@ -201,6 +223,11 @@ impl Committer {
     fn lane(&self, shard: Shard) -> &Lane {
         &self.inner.lanes[usize::from(shard.0) % self.inner.lanes.len()]
     }
+}
+
+async fn run(worker: Arc<tokio::sync::Mutex<(Worker, Queues)>>, stop: watch::Receiver<bool>) {
+    let (worker, queues) = &mut *worker.lock().await;
+    worker.run(queues, stop).await;
 }
 
 fn not_applied(reason: &str) -> Outcome {

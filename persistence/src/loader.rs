@@ -9,11 +9,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::timeout;
 
 /// Queries under way at most. A load that is slow keeps those of its own lane waiting.
-const LANES: usize = 4;
+pub const LANES: usize = 4;
 
 /// Entities in one query: some milliseconds of the database's time.
 const IN_ONE: usize = 256;
@@ -31,11 +31,19 @@ struct Load {
     answer: oneshot::Sender<Answer>,
 }
 
-/// A handle; clones share the lanes, which end with the last of them.
+/// A handle; clones share the lanes.
 #[derive(Clone, Debug)]
 pub struct Loader {
-    lanes: Arc<[mpsc::Sender<Load>]>,
+    reads: Reads,
+    lanes: Arc<[Lane]>,
     next: Arc<AtomicUsize>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    loads: mpsc::Sender<Load>,
+    /// Outlives the task that serves it.
+    queue: Arc<Mutex<mpsc::Receiver<Load>>>,
 }
 
 /// The lane ended with the load in hand.
@@ -48,15 +56,31 @@ pub enum LoadError {
 }
 
 impl Loader {
-    /// Starts the lanes.
+    /// Starts the lanes, each as a task that nothing looks after.
     #[must_use]
     pub fn start(reads: &Reads) -> Self {
+        let loader = Self::new(reads);
+        for lane in &*loader.lanes {
+            tokio::spawn(serve(reads.clone(), Arc::clone(&lane.queue)));
+        }
+        loader
+    }
+
+    /// A loader whose lanes are run by [`Loader::run_lane`].
+    #[must_use]
+    pub fn new(reads: &Reads) -> Self {
         let lane = |_| {
             let (loads, queue) = mpsc::channel(QUEUE);
-            tokio::spawn(serve(reads.clone(), queue));
-            loads
+            Lane { loads, queue: Arc::new(Mutex::new(queue)) }
         };
-        Self { lanes: (0..LANES).map(lane).collect(), next: Arc::default() }
+        Self { reads: reads.clone(), lanes: (0..LANES).map(lane).collect(), next: Arc::default() }
+    }
+
+    /// Runs one of the [`LANES`] for as long as it is polled. When it is dropped or panics, it can be run again: what waits is still there.
+    pub async fn run_lane(&self, number: usize) {
+        if let Some(lane) = self.lanes.get(number) {
+            serve(self.reads.clone(), Arc::clone(&lane.queue)).await;
+        }
     }
 
     /// The entity as it was committed last: read after this was asked for. `None`: there is none of this id and kind.
@@ -66,12 +90,13 @@ impl Loader {
     pub async fn load(&self, entity: EntityRef) -> Result<Option<Snapshot>, LoadError> {
         let lane = self.next.fetch_add(1, Ordering::Relaxed) % self.lanes.len();
         let (answer, answered) = oneshot::channel();
-        self.lanes[lane].send(Load { entity, answer }).await.map_err(|_| LoadError::Ended)?;
+        self.lanes[lane].loads.send(Load { entity, answer }).await.map_err(|_| LoadError::Ended)?;
         Ok(answered.await.map_err(|_| LoadError::Ended)??)
     }
 }
 
-async fn serve(reads: Reads, mut queue: mpsc::Receiver<Load>) {
+async fn serve(reads: Reads, queue: Arc<Mutex<mpsc::Receiver<Load>>>) {
+    let mut queue = queue.lock().await;
     let mut loads = Vec::with_capacity(IN_ONE);
     while queue.recv_many(&mut loads, IN_ONE).await > 0 {
         // Who does not wait any more need not be read for.

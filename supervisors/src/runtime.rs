@@ -7,8 +7,8 @@ use crate::cluster::View;
 use crate::cluster::bus::Bus;
 use crate::cluster::gather::{answer_all, ask_all};
 use crate::figures::ProcessFigures;
-use crate::supervisor::Supervisor;
-use crate::tree::BESIDE;
+use crate::supervisor::{Supervisor, WorkerRow};
+use crate::tree::{BESIDE, COMMITTER, LOADER};
 use actors::Host;
 use actors::host::{self, EntityRow};
 use actors::place::shard_of;
@@ -253,16 +253,27 @@ impl Operations {
         let member = member.to_owned();
         // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
         let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
-        let rows = self.supervisor.rows().into_iter();
-        let parked = rows.filter(|row| row.state == WorkerState::Parked).map(|row| row.row.name);
-        let parked: Vec<_> = parked.filter(|name| !BESIDE.contains(name)).collect();
-        let workers = if parked.is_empty() { "ok".to_owned() } else { format!("parked: {}", parked.join(", ")) };
+        let workers = workers_check(&self.supervisor.rows());
         let ready = [&store, &shards, &member, &workers].into_iter().all(|check| check == "ok");
         let checks =
             [("postgres", store), ("shards", shards), ("membership", member), ("workers", workers), ("nats", bus)];
         let starting = !self.been_ready.fetch_or(ready, Ordering::Relaxed) && !ready;
         Readiness { ready, checks: checks.map(|(name, check)| (name.to_owned(), check)).into(), starting }
     }
+}
+
+/// `ok`, or the workers that do not work and without which this process cannot serve. A lane of the committer or the loader that does not
+/// run at this moment holds up its part of all commands; others are given their time to come back.
+fn workers_check(rows: &[WorkerRow]) -> String {
+    let is_lane = |row: &WorkerRow| COMMITTER.contains(&row.row.name) || LOADER.contains(&row.row.name);
+    let fails = |row: &&WorkerRow| match row.state {
+        WorkerState::Parked => !BESIDE.contains(&row.row.name),
+        WorkerState::BackingOff | WorkerState::Stopped => is_lane(row),
+        WorkerState::Running => false,
+    };
+    let failing: Vec<_> =
+        rows.iter().filter(fails).map(|row| format!("{} is {}", row.row.name, row.state.name())).collect();
+    if failing.is_empty() { "ok".to_owned() } else { failing.join(", ") }
 }
 
 /// What the database holds of an entity, with what its host says of it.
@@ -335,5 +346,39 @@ impl Runtime for Reported {
     fn metrics(&self) -> String {
         self.0.figures.keys(&self.0.keys.load(), Utc::now());
         self.0.figures.page(self.0.moment())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::TREE;
+
+    fn rows(states: &[(&str, WorkerState)]) -> Vec<WorkerRow> {
+        let state = |name| states.iter().find(|(named, _)| *named == name).map_or(WorkerState::Running, |(_, it)| *it);
+        let row = |row: &crate::tree::Row| WorkerRow {
+            row: *row,
+            state: state(row.name),
+            since: Utc::now(),
+            restarts: 0,
+            last_error: None,
+            restartable: true,
+        };
+        TREE.iter().map(row).collect()
+    }
+
+    #[test]
+    fn a_process_serves_on_without_what_it_can_do_without_and_with_what_comes_back() {
+        assert_eq!(workers_check(&rows(&[])), "ok");
+        assert_eq!(workers_check(&rows(&[("sweep", WorkerState::Parked), ("timers", WorkerState::BackingOff)])), "ok");
+        assert_eq!(workers_check(&rows(&[("timers", WorkerState::Parked)])), "timers is parked");
+    }
+
+    #[test]
+    fn a_process_with_a_lane_that_does_not_run_is_not_ready() {
+        for lane in COMMITTER.iter().chain(&LOADER) {
+            let check = workers_check(&rows(&[(*lane, WorkerState::BackingOff)]));
+            assert_eq!(check, format!("{lane} is backing_off"));
+        }
     }
 }

@@ -9,7 +9,7 @@ use crate::figures::{EventFigures, ProcessFigures};
 use crate::runtime::{Operations, Reported};
 use crate::supervisor::{Supervisor, Work};
 use crate::traces::Traces;
-use crate::tree::{SHUTDOWN, TREE, WHERE_CONFIGURED};
+use crate::tree::{COMMITTER, LOADER, SHUTDOWN, TREE, WHERE_CONFIGURED};
 use crate::trust;
 use crate::workers::accrual::Accrual;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
@@ -60,7 +60,9 @@ use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::envelope::KeyRing;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Leases, Loader, Outbox, OutboxRow, Reads, Secrets, migrate};
+use persistence::{
+    Cluster, Committer, CommitterConfig, Leases, Loader, Outbox, OutboxRow, Reads, Seals, Secrets, migrate,
+};
 use prometheus::Registry;
 use rustls::ServerConfig;
 use serde_json::json;
@@ -94,6 +96,7 @@ struct Process {
     reads: Reads,
     here: Arc<Here>,
     committer: Committer,
+    loader: Loader,
     bus: Bus,
     view: Arc<View>,
     host: Arc<Host>,
@@ -167,8 +170,8 @@ impl Process {
             rows.close();
         }
         let metrics = CommitterMetrics::register(&registry)?;
-        let sealing = CommitterConfig { seals: Some(seals), ..CommitterConfig::new(member) };
-        let committer = Committer::start(&pool, sealing, metrics, committed.clone());
+        let committer = Committer::new(&pool, committer_config(member, seals), metrics, committed.clone());
+        let loader = Loader::new(&reads);
         let (view, look) = (Arc::new(View::new(me(member, &config))), Arc::new(Notify::new()));
         let here = Arc::new(Here::new(Arc::clone(&view)));
         here.learn(reads.policy_book().await.context("the policy values cannot be read")?);
@@ -207,7 +210,7 @@ impl Process {
         let store = Durable {
             committer: committer.clone(),
             reads: reads.clone(),
-            loader: Loader::start(&reads),
+            loader: loader.clone(),
             fenced: Arc::clone(&look),
             cluster: cluster.clone(),
             told,
@@ -257,6 +260,7 @@ impl Process {
             reads,
             here,
             committer,
+            loader,
             bus,
             view,
             host,
@@ -348,6 +352,21 @@ impl Process {
         let (directory, reads) = (self.directory.clone(), self.reads.clone());
         let reactor = Reactor::new(directory, reads, outbox, placer, errands, webhooks, "provisioning")?;
         let mut works: BTreeMap<&'static str, Work> = BTreeMap::new();
+        for (number, name) in COMMITTER.into_iter().enumerate() {
+            let run = move |committer: Committer| async move {
+                committer.run_lane(number).await;
+                // It was closed: the supervisor stops this worker next.
+                std::future::pending().await
+            };
+            works.insert(name, work(&self.committer, run));
+        }
+        for (number, name) in LOADER.into_iter().enumerate() {
+            let run = move |loader: Loader| async move {
+                loader.run_lane(number).await;
+                anyhow::bail!("its queue is gone")
+            };
+            works.insert(name, work(&self.loader, run));
+        }
         works.insert("beat", work(&self.owner, |owner| async move { owner.beat().await }));
         works.insert("listen", work(&self.owner, |owner| async move { owner.listen().await }));
         works.insert("ownership", work(&self.owner, |owner| async move { owner.run().await }));
@@ -665,6 +684,13 @@ where
     let shared = shared.clone();
     Arc::new(move || run(shared.clone()).boxed())
 }
+
+/// One worker for each row of the tree.
+fn committer_config(member: MemberId, seals: Seals) -> CommitterConfig {
+    CommitterConfig { workers: COMMITTER.len(), seals: Some(seals), ..CommitterConfig::new(member) }
+}
+
+const _: () = assert!(LOADER.len() == persistence::loader::LANES, "each lane of the loader has a row in the tree");
 
 fn roles(config: &Config) -> String {
     config.roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(",")

@@ -62,6 +62,13 @@ pub const TREE: &[Row] = &[
     row("rewrap", "entities", &[Role::Entities], BOUNDED, "seals anew what a key of the key ring has sealed that goes"),
     row("rewrap-words", "rewrap", &[Role::Entities], ALWAYS, "hears that a key of the key ring was put to use"),
     row("audit-seal", "entities", &[Role::Entities], ALWAYS, "seals audit rows into their shard's chain"),
+    row("store", "root", EVERY, BOUNDED, "writes and reads entities"),
+    row("committer-1", "store", EVERY, ALWAYS, "commits the transitions of every second shard"),
+    row("committer-2", "store", EVERY, ALWAYS, "commits the transitions of the other shards"),
+    row("loader-1", "store", EVERY, ALWAYS, "loads entities, one query at a time"),
+    row("loader-2", "store", EVERY, ALWAYS, "loads entities, one query at a time"),
+    row("loader-3", "store", EVERY, ALWAYS, "loads entities, one query at a time"),
+    row("loader-4", "store", EVERY, ALWAYS, "loads entities, one query at a time"),
     row("policy", "root", EVERY, ALWAYS, "reads the policy values"),
     row("policy-words", "policy", EVERY, ALWAYS, "hears that a policy value was written"),
     row("keys", "root", EVERY, ALWAYS, "follows the rotation of keys"),
@@ -119,6 +126,12 @@ pub const TREE: &[Row] = &[
 /// Rows without which a process serves on for a good while.
 pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay", "reconciliation"];
 
+/// The rows that run the committer's workers, in their order: all its commits wait for one of them.
+pub const COMMITTER: [&str; 2] = ["committer-1", "committer-2"];
+
+/// The rows that run the loader's lanes, in their order.
+pub const LOADER: [&str; 4] = ["loader-1", "loader-2", "loader-3", "loader-4"];
+
 /// Rows whose work is there only where an operator has configured it.
 pub const WHERE_CONFIGURED: &[&str] = &["trace-export", "reconciliation", "webhook"];
 
@@ -134,6 +147,7 @@ pub const SHUTDOWN: &[&str] = &[
     "policy",
     "keys",
     "figures",
+    "store",
     "cluster",
     "trace-export",
 ];
@@ -173,7 +187,7 @@ mod tests {
 
     #[test]
     fn what_is_said_of_rows_elsewhere_is_said_of_rows_that_are_there() {
-        for name in BESIDE.iter().chain(WHERE_CONFIGURED) {
+        for name in BESIDE.iter().chain(WHERE_CONFIGURED).chain(&COMMITTER).chain(&LOADER) {
             assert!(TREE.iter().any(|row| row.name == *name), "there is no {name}");
         }
     }

@@ -64,6 +64,38 @@ struct Backend {
     started_at: String,
 }
 
+/// A batch that was sent. Dropped unanswered, by a panic or because its worker is stopped, it is in doubt before anybody hears of it.
+struct Sent<'a> {
+    status: &'a Mutex<WorkerStatus>,
+    is_answered: bool,
+}
+
+impl Sent<'_> {
+    fn answered(mut self) {
+        self.is_answered = true;
+    }
+}
+
+impl Drop for Sent<'_> {
+    fn drop(&mut self) {
+        if !self.is_answered {
+            self.status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt = true;
+        }
+    }
+}
+
+/// Transitions that wait no more, subtracted from the gauge when they are done with, however that comes.
+struct Taken {
+    waiting: prometheus::IntGauge,
+    count: i64,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.waiting.sub(self.count);
+    }
+}
+
 /// Why a statement wrote nothing, or may have.
 enum Trouble {
     /// A constraint, or a value that the database does not take.
@@ -90,8 +122,9 @@ impl Worker {
         Self { config, options, metrics, published, status, link }
     }
 
-    /// Serves until `stop` says so and the queues are empty.
-    pub(super) async fn run(mut self, mut queues: Queues, mut stop: watch::Receiver<bool>) {
+    /// Serves until `stop` says so and the queues are empty. Run again after a panic, it goes on with what waits.
+    pub(super) async fn run(&mut self, queues: &mut Queues, mut stop: watch::Receiver<bool>) {
+        self.distrust_interrupted();
         loop {
             if queues.len() == 0 {
                 let resolves_at = self.resolves_at();
@@ -113,12 +146,26 @@ impl Worker {
                 }
             }
             let (batch, taken) = queues.take();
+            let _taken = Taken { waiting: self.metrics.waiting.clone(), count: i64::try_from(taken).unwrap_or(0) };
             self.commit(batch).await;
-            self.metrics.waiting.sub(i64::try_from(taken).unwrap_or(0));
         }
-        if let Link::Up { connection, .. } = self.link {
+        let down = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
+        if let Link::Up { connection, .. } = std::mem::replace(&mut self.link, down) {
             // The server notices a closed socket as well.
             let _ = timeout(GRACE, connection.close()).await;
+        }
+    }
+
+    /// A connection on which a batch was interrupted is not used again, and its backend is ended before the next batch: what it was sent
+    /// may still be carried out.
+    fn distrust_interrupted(&mut self) {
+        let in_doubt = self.status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt;
+        if let Link::Up { backend, .. } = &self.link
+            && in_doubt
+        {
+            let doubtful = Some(backend.clone());
+            self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+            self.failed("the worker ended while it wrote a batch");
         }
     }
 
@@ -173,10 +220,15 @@ impl Worker {
             return Err(Trouble::RolledBack("the database is not connected".to_owned()));
         };
         let began = Instant::now();
+        let sent = Sent { status: &self.status, is_answered: false };
         let answer = timeout(self.config.statement_timeout + GRACE, batch.write(self.config.member, connection)).await;
         *used_at = Instant::now();
         self.metrics.batch.observe(batch.len() as f64);
         self.metrics.seconds.observe(began.elapsed().as_secs_f64());
+        if let Some(answered) = self.config.answered {
+            answered();
+        }
+        sent.answered();
         let trouble = match answer {
             Ok(Ok(rows)) => {
                 self.note(|status| status.batches += 1);

@@ -306,3 +306,92 @@ async fn a_takeover_waits_for_the_batch_in_flight_and_fences_the_next() {
     assert!(matches!(outcome, Outcome::Applied | Outcome::Fenced));
     assert_eq!(world.commit(&create(3)).await, Outcome::Fenced);
 }
+
+/// A committer whose lanes are run one by one, as a supervisor does. The first batch that the database answers makes its worker panic
+/// before anybody is told.
+async fn failing_once(world: &World) -> Committer {
+    static FAILED: AtomicBool = AtomicBool::new(false);
+    let config = CommitterConfig {
+        workers: 1,
+        batch: 1,
+        answered: Some(|| assert!(FAILED.swap(true, Ordering::SeqCst), "made to fail")),
+        ..CommitterConfig::new(world.me)
+    };
+    let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
+    Committer::new(&world.db.pool, config, metrics, mpsc::channel(1000).0)
+}
+
+#[tokio::test]
+async fn a_worker_that_panics_leaves_what_it_wrote_unknown_and_what_waits_for_its_next_run() {
+    let world = World::new().await;
+    let committer = failing_once(&world).await;
+    let (written, waits) = (create(1), create(2));
+    let commits = [&written, &waits].map(|commit| {
+        let (committer, commit) = (committer.clone(), commit.clone());
+        tokio::spawn(async move { committer.commit(commit).await })
+    });
+    let lane = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.run_lane(0).await })
+    };
+    assert!(lane.await.unwrap_err().is_panic());
+    let [written_outcome, waits_outcome] = commits;
+    assert!(matches!(written_outcome.await.unwrap(), Outcome::Unknown { .. }), "it may have been committed");
+    assert!(!waits_outcome.is_finished());
+    assert!(committer.workers()[0].in_doubt);
+    let lane = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.run_lane(0).await })
+    };
+    assert!(committer.certain(written.entity.id, written.shard).await, "its backend has ended");
+    assert_eq!(waits_outcome.await.unwrap(), Outcome::Applied);
+    assert!(world.reads().entity(written.entity).await.unwrap().is_some(), "it was committed");
+    assert_eq!(committer.commit(create(3)).await, Outcome::Applied);
+    committer.close().await;
+    lane.await.unwrap();
+    assert!(matches!(committer.commit(create(4)).await, Outcome::NotApplied { .. }));
+}
+
+#[tokio::test]
+async fn an_entity_of_an_interrupted_batch_is_not_read_before_the_batch_has_ended() {
+    let world = World::new().await;
+    let committer = failing_once(&world).await;
+    let holder = world.hold_shards().await;
+    let sent = create(1);
+    let asker = {
+        let (committer, sent) = (committer.clone(), sent.clone());
+        tokio::spawn(async move { committer.commit(sent).await })
+    };
+    let lane = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.run_lane(0).await })
+    };
+    world.until_blocked(1).await;
+    // Stopped while the statement runs: as a panic of the task, or as a restart by an operator.
+    lane.abort();
+    assert!(matches!(asker.await.unwrap(), Outcome::Unknown { .. }));
+    assert!(!committer.certain(sent.entity.id, sent.shard).await, "the statement may still be carried out");
+    let lane = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.run_lane(0).await })
+    };
+    assert!(committer.certain(sent.entity.id, sent.shard).await, "its backend was ended");
+    holder.rollback().await.unwrap();
+    assert_eq!(world.reads().entity(sent.entity).await.unwrap(), None);
+    lane.abort();
+}
+
+#[tokio::test]
+async fn closing_a_committer_whose_worker_does_not_run_commits_what_waits() {
+    let world = World::new().await;
+    let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
+    let config = CommitterConfig::new(world.me);
+    let committer = Committer::new(&world.db.pool, config, metrics, mpsc::channel(1000).0);
+    let waits = {
+        let committer = committer.clone();
+        tokio::spawn(async move { committer.commit(create(1)).await })
+    };
+    tokio::task::yield_now().await;
+    committer.close().await;
+    assert_eq!(waits.await.unwrap(), Outcome::Applied);
+}

@@ -3,6 +3,7 @@
 use super::{Operations, Part, Question, Said};
 use crate::figures::{Moment, pool_of};
 use crate::supervisor::WorkerRow;
+use crate::tree::COMMITTER;
 use actors::host::{EntityRow, EntityStatus, ShardRow};
 use chrono::Utc;
 use domain::Shard;
@@ -81,18 +82,26 @@ impl Operations {
     }
 
     fn workers(&self) -> Vec<WorkerNode> {
-        let node = |WorkerRow { row, state, since, restarts, last_error, restartable }: WorkerRow| WorkerNode {
-            name: row.name.to_owned(),
-            under: row.under.to_owned(),
-            what: row.what.to_owned(),
-            state,
-            since,
-            restarts,
-            last_error,
-            restartable,
-            queue: self.queue_of(row.name),
+        let commits = self.committer.workers();
+        let node = |WorkerRow { row, state, since, restarts, last_error, restartable }: WorkerRow| {
+            let lane = COMMITTER.iter().position(|name| *name == row.name).and_then(|number| commits.get(number));
+            let shown = WorkerNode {
+                name: row.name.to_owned(),
+                under: row.under.to_owned(),
+                what: row.what.to_owned(),
+                state,
+                since,
+                restarts,
+                last_error,
+                restartable,
+                queue: self.queue_of(row.name),
+            };
+            match lane {
+                Some(lane) => committing(shown, lane),
+                None => shown,
+            }
         };
-        self.supervisor.rows().into_iter().map(node).chain(self.lanes()).collect()
+        self.supervisor.rows().into_iter().map(node).collect()
     }
 
     /// What waits for a worker: committed events for the relay, and for a consumer what JetStream said of it at the last look.
@@ -106,23 +115,6 @@ impl Operations {
         let (_, stream) = CONSUMERS.iter().find(|(name, _)| *name == worker)?;
         let lag = self.figures.lag_of(*stream)?;
         Some(QueueNode { waiting: lag.waiting, under_way: lag.under_way, bound: None })
-    }
-
-    /// The committer's workers look after themselves; here they are shown.
-    fn lanes(&self) -> Vec<WorkerNode> {
-        let row = |(lane, at): (usize, WorkerStatus)| WorkerNode {
-            name: format!("committer-{}", lane + 1),
-            under: "root".to_owned(),
-            what: format!("commits transitions: {} batches so far", at.batches),
-            state: if at.connected { WorkerState::Running } else { WorkerState::BackingOff },
-            since: self.view.me.started_at,
-            restarts: 0,
-            last_error: at.last_error,
-            // A lane that is connected to nothing connects again by itself.
-            restartable: false,
-            queue: Some(queue(at.waiting, at.bound)),
-        };
-        self.committer.workers().into_iter().enumerate().map(row).collect()
     }
 
     pub(super) fn moment(&self) -> Moment {
@@ -190,4 +182,19 @@ fn shard_node(row: &ShardRow, awake: u64) -> ShardNode {
 
 const fn queue(waiting: usize, bound: usize) -> QueueNode {
     QueueNode { waiting: waiting as u64, under_way: 0, bound: Some(bound as u64) }
+}
+
+/// What a worker of the committer says of itself, beside what its supervisor knows: one that runs may be without a connection.
+fn committing(shown: WorkerNode, lane: &WorkerStatus) -> WorkerNode {
+    let state = match shown.state {
+        WorkerState::Running if !lane.connected => WorkerState::BackingOff,
+        state => state,
+    };
+    WorkerNode {
+        what: format!("{}: {} batches so far", shown.what, lane.batches),
+        state,
+        last_error: lane.last_error.clone().or(shown.last_error),
+        queue: Some(queue(lane.waiting, lane.bound)),
+        ..shown
+    }
 }
