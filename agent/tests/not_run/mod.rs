@@ -5,6 +5,7 @@
 use std::io::Write as _;
 
 /// Reports that the calling test does not run here. `reason` says what the machine lacks.
+#[allow(unreachable_pub, reason = "the harness of `tests` exports it, the agent's own tests do not")]
 pub fn not_run(reason: &str) {
     let thread = std::thread::current();
     let name = thread.name().filter(|name| *name != "main").map(str::to_owned);

@@ -1,8 +1,8 @@
 //! The accounts, and the part of a replica that charges them.
 
 use super::OF_ONE;
-use actors::ports::{Effects, Term, World};
-use actors::{Asked, Host, HostConfig, place};
+use actors::ports::{Effects, Remote, RemoteError, Term, World};
+use actors::{Asked, Directory, Host, HostConfig, place};
 use anyhow::{Context, ensure};
 use chrono::{DurationRound, TimeDelta, Utc};
 use domain::again::Again;
@@ -14,10 +14,12 @@ use domain::money::{Micro, Price, Rate};
 use domain::policy::{Key, PolicyBook, Scope, Value};
 use domain::{
     Action, AllocationId, BillingAccountId, Effect, EntityRef, Kind, Machine, MemberId, PaymentId, Permit, Principal,
-    Timestamp,
+    Shard, Timestamp,
 };
-use futures::StreamExt;
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
 use hdrhistogram::Histogram;
+use persistence::cluster::Member;
 use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig, Loader, Reads};
 use prometheus::Registry;
@@ -26,6 +28,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use supervisors::cluster::View;
 use supervisors::figures::EventFigures;
 use supervisors::workers::accrual::Accrual;
 use supervisors::world::Durable;
@@ -106,6 +109,15 @@ impl Effects for Nothing {
     fn perform(&self, _: Effect) {}
 }
 
+/// This process owns every shard: no command leaves it.
+struct Alone;
+
+impl Remote for Alone {
+    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
+        async { Err(RemoteError::NoResponders) }.boxed()
+    }
+}
+
 impl Ours {
     pub(crate) async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
         let me = MemberId(Uuid::now_v7());
@@ -142,7 +154,10 @@ impl Ours {
         opened.into_iter().collect::<anyhow::Result<()>>()?;
         sqlx::query("VACUUM ANALYZE").execute(&pool).await?;
         sqlx::query("CHECKPOINT").execute(&pool).await?;
-        let accrual = Accrual::register(&registry, Arc::clone(&host), reads, world)?;
+        let directory = Directory::new(Arc::clone(&host), Arc::new(Alone));
+        let member = Member { id: me, name: "bench".into(), started_at: Utc::now(), details: serde_json::Value::Null };
+        let view = Arc::new(View::new(member));
+        let accrual = Accrual::register(&registry, directory, view, reads, world)?;
         tokio::spawn(accrual.run());
         let permit = authorize(&Principal::system("bench"), Action::Advance)?;
         let (windows, deposits) = (AtomicU64::new(0), AtomicI64::new(0));
