@@ -129,6 +129,10 @@ impl World {
             match self.nodes[&id].life {
                 Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. } => self.onboard(id),
                 Life::Retired => {
+                    // Retired before it was active, it has no identity.
+                    if self.nodes[&id].identity.certificates.is_empty() {
+                        self.reinstate(id);
+                    }
                     let _ = self.tell_node(id, &admin(), node::Command::Reactivate { reason: "r".into() });
                 }
                 Life::Active

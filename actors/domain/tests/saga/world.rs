@@ -497,6 +497,23 @@ impl World {
         self.poll(id);
     }
 
+    /// A new identity for a node that lost the one it had.
+    pub(crate) fn reinstate(&mut self, id: NodeId) {
+        let mut token_sha256 = [0; 32];
+        token_sha256[..8].copy_from_slice(&self.next().to_be_bytes());
+        let command = node::Command::Reissue(Box::new(node::Reissue {
+            token_id: TokenId(Uuid::from_u128(self.counter.into())),
+            token_sha256,
+            ttl_seconds: None,
+            reason: "r".into(),
+            revoke_current_certificate: false,
+        }));
+        self.tell_node(id, &admin(), command).unwrap();
+        self.agents.get_mut(&id).unwrap().token = Some(token_sha256);
+        self.enroll(id, false);
+        self.healthy(id);
+    }
+
     fn invite(&mut self, id: NodeId) {
         let mut token_sha256 = [0; 32];
         token_sha256[..8].copy_from_slice(&self.next().to_be_bytes());

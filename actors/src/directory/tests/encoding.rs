@@ -656,6 +656,7 @@ fn of_a_scopes_policy_values() {
         Rejection::NotFound,
         Rejection::OutOfBounds { key: low, value: values[2].clone() },
         Rejection::Scope { key: low, scope: Scope::Global },
+        Rejection::NotBuilt { key: low, value: values[1].clone() },
         Rejection::Crosses { key: low, low, high, crossing },
         Rejection::Differs { key: low, current: None },
         Rejection::Differs { key: low, current: Some(values[1].clone()) },
