@@ -293,7 +293,7 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     assert_ne!(away.code, 0, "an active node is not removed");
 
     // A program of the administrator's logs in with its own key, and sees the tree.
-    let account = gpuctl.run(&["-o", "json", "service-accounts", "create", "ci"]).await.json();
+    let account = gpuctl.run(&["-o", "json", "service-accounts", "create", "ci", "--role", "admin"]).await.json();
     let account = account["id"].as_str().unwrap();
     let key = gpuctl.run(&["-o", "json", "service-accounts", "add-key", account]).await.json();
     let secret = key["client_secret"].as_str().unwrap();

@@ -24,7 +24,7 @@ pub(crate) enum Command {
     /// Makes a service account; it gets its keys with `add-key`.
     Create {
         name: String,
-        /// A role of yours that it has, and again for more; all of yours where it is left out.
+        /// A role of yours that it has, and again for more; `user` where it is left out.
         #[arg(long = "role", value_name = "ROLE", value_parser = ["user", "admin"])]
         roles: Vec<String>,
     },
