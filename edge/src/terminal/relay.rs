@@ -125,10 +125,8 @@ impl Relay {
             return;
         }
         match *kind {
-            ANNOUNCEMENT => {
-                if self.shared.is_announcement(Scope { session, member, link: 0 }, rest) {
-                    terminals.wake(TerminalSessionId(session));
-                }
+            ANNOUNCEMENT if self.shared.is_announcement(Scope { session, member, link: 0 }, rest) => {
+                terminals.wake(TerminalSessionId(session));
             }
             HELLO => {
                 let Some(end) = terminals.end(TerminalSessionId(session)) else { return };

@@ -370,7 +370,7 @@ async fn two_nodes_that_report_the_same_gpus_end_with_one_active_and_the_other_q
     assert_eq!(quarantined["state_reason"]["code"], "gpu_of_another_node");
     let message = quarantined["state_reason"]["message"].as_str().unwrap();
     assert!(message.contains(&first.to_string()), "{message}");
-    let audited = world.get(&format!("/api/v1/admin/audit-log?action=nodes.quarantine")).admin().send().await;
+    let audited = world.get("/api/v1/admin/audit-log?action=nodes.quarantine").admin().send().await;
     assert_eq!(audited.is(200)["items"].as_array().unwrap().len(), 1, "{}", audited.body);
 
     let order = async |id: domain::NodeId, verb: &str| {
