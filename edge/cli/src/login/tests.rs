@@ -164,7 +164,9 @@ async fn issue(State(Rotating(count)): State<Rotating>, headers: HeaderMap, form
     let basic = base64::engine::general_purpose::STANDARD.encode("sa-key:its-secret");
     let knows = headers.get("authorization").is_some_and(|given| *given == format!("Basic {basic}"));
     if !knows || !form.contains("grant_type=client_credentials") {
-        return (StatusCode::UNAUTHORIZED, Json(json!({ "error": "invalid_client" }))).into_response();
+        let details = json!({ "error": "invalid_client" });
+        let refused = json!({ "code": "unauthenticated", "message": "No.", "correlation_id": "c", "details": details });
+        return (StatusCode::UNAUTHORIZED, Json(refused)).into_response();
     }
     let number = count.fetch_add(1, Ordering::SeqCst) + 1;
     Json(json!({ "access_token": format!("access-{number}"), "token_type": "Bearer", "expires_in": 600 }))
