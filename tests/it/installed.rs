@@ -36,7 +36,7 @@ impl Installation {
         let test = std::env::current_exe().unwrap();
         let programs: Vec<PathBuf> =
             ["gpuaas", "gpuaas-agent"].iter().map(|name| files::find_beside(&test, name).unwrap()).collect();
-        let machine = Booted::start(&tools(), &programs)?;
+        let machine = Booted::start(&tools(), &programs).expect("the container starts")?;
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::create(&folder.path().join("pki")).unwrap();
         let users = vec![NatsUser::operator("operator"), member(MEMBER, &supervisors::config::Role::ALL.into())];

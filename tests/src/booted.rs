@@ -2,6 +2,7 @@
 //! the host's, so that what the test starts on loopback is reached from inside and the other way round.
 
 use crate::not_run::not_run;
+use anyhow::Context as _;
 use nix::unistd::Uid;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -33,19 +34,22 @@ pub struct Booted {
 
 impl Booted {
     /// Boots one that has these programs in `/usr/local/bin`. `None` where this machine cannot, which is reported as a test not run.
-    pub fn start(tools: &Path, programs: &[PathBuf]) -> Option<Self> {
+    ///
+    /// # Errors
+    /// Where the container cannot be started.
+    pub fn start(tools: &Path, programs: &[PathBuf]) -> anyhow::Result<Option<Self>> {
         if !Uid::effective().is_root() {
             not_run("it boots systemd in a container, which needs root");
-            return None;
+            return Ok(None);
         }
         let made = tools.join("machine");
         if !made.join("made-of").is_file() {
             not_run("it boots systemd in a container, which `deploy/test --tools` makes on Debian");
-            return None;
+            return Ok(None);
         }
-        let folder = tempfile::tempdir().expect("a folder can be made");
+        let folder = tempfile::tempdir()?;
         let run = folder.path().join("machine");
-        std::fs::create_dir(&run).expect("a folder can be made");
+        std::fs::create_dir(&run)?;
         let libraries = format!("{}-linux-gnu/systemd", std::env::consts::ARCH);
         let mut launch = Launch::new("systemd-nspawn", "/usr/bin/unshare", folder.path().join("console.log"))
             .arguments(["--mount", "--propagation", "private", "sh", "-c", BOOT, "sh"])
@@ -56,10 +60,10 @@ impl Booted {
             .variable("SYSTEMD_NSPAWN_UNIFIED_HIERARCHY", "1")
             .variable("LD_LIBRARY_PATH", made.join("programs/usr/lib").join(libraries));
         for program in programs {
-            let name = program.file_name().expect("a program has a name").to_string_lossy();
+            let name = program.file_name().context("a program has a name")?.to_string_lossy();
             launch = launch.argument(format!("--bind-ro={}:/usr/local/bin/{name}", program.display()));
         }
-        let process = launch.spawn().expect("the container can be started");
+        let process = launch.spawn().context("the container cannot be started")?;
         let mut booted = Self { process, init: 0, _folder: folder };
         let until = Instant::now() + BOOTS_WITHIN;
         while !booted.is_up() {
@@ -68,7 +72,7 @@ impl Booted {
             assert!(Instant::now() < until, "the machine does not boot: {}", tail(&log, 20));
             std::thread::sleep(LOOK_EVERY);
         }
-        Some(booted)
+        Ok(Some(booted))
     }
 
     fn is_up(&mut self) -> bool {

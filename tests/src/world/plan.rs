@@ -282,7 +282,7 @@ impl Plan {
         let own =
             self.own_variables.iter().filter(|(index, ..)| *index == replica).map(|(_, name, value)| (name, value));
         let all = self.variables.iter().map(|(name, value)| (name, value)).chain(own);
-        let named = all.filter(|(name, _)| *name == "SVC_ROLES").last();
+        let named = all.filter(|(name, _)| *name == "SVC_ROLES").next_back();
         parse_roles(named.map_or("all", |(_, roles)| roles))
     }
 }
