@@ -3,12 +3,17 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use secrecy::SecretString;
 
 use super::files;
 use super::process::free_port;
+
+/// The programs of a start that was killed may still be ending: longer than their watcher gives them.
+const ENDS_WITHIN: Duration = Duration::from_secs(15);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Values by name. Each is made when it is first asked for.
 #[derive(Debug, Default)]
@@ -77,9 +82,18 @@ impl Kept {
 
     /// A port of 127.0.0.1: the one of an earlier start, or one that was free a moment ago.
     pub fn port(&self, name: &str) -> anyhow::Result<Port> {
+        self.port_within(name, ENDS_WITHIN)
+    }
+
+    fn port_within(&self, name: &str, limit: Duration) -> anyhow::Result<Port> {
         if let Some(text) = self.get(name) {
             let number = text.parse().with_context(|| format!("{name} is no port; begin anew with --fresh"))?;
-            if std::net::TcpListener::bind(("127.0.0.1", number)).is_err() {
+            let until = Instant::now() + limit;
+            let is_free = || std::net::TcpListener::bind(("127.0.0.1", number)).is_ok();
+            while !is_free() && Instant::now() < until {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            if !is_free() {
                 bail!(
                     "port {number}, which this environment has for {name}, is taken by another program: stop that one, or begin anew with \
                      --fresh"
@@ -126,7 +140,7 @@ mod tests {
         let kept = Kept::open(&dir.path().join("kept.json")).unwrap();
         let port = kept.port("public API").unwrap().number;
         let _taken = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
-        let error = kept.port("public API").unwrap_err().to_string();
+        let error = kept.port_within("public API", Duration::ZERO).unwrap_err().to_string();
         assert!(error.contains(&port.to_string()) && error.contains("--fresh"), "{error}");
     }
 }
