@@ -11,6 +11,7 @@ mod listeners;
 mod plain;
 
 use anyhow::{Context, ensure};
+use async_nats::HeaderMap;
 use domain::billing_account::Holder;
 use domain::notification::Channel;
 use domain::{BillingAccountId, Event};
@@ -21,6 +22,7 @@ use plain::Plain;
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Duration;
+use supervisors::cluster::bus::Bus;
 use tests::bench::memory::{resident_kib, slope};
 use tests::bench::{Plan, Report, Turns, fewer, programs, rounded};
 use tests::world::World;
@@ -71,7 +73,7 @@ struct Seen {
 
 async fn measure(world: &World, sockets: usize, during: Duration) -> anyhow::Result<Report> {
     let users: Arc<[String]> = (0..sockets / OF_ONE_USER).map(|n| format!("listener-{n}")).collect();
-    let bus = world.bus().await;
+    let bus = world.members_bus().await;
     let pid = world.replicas[0].pid().context("the replica has ended")?;
     let mut listeners = Listeners::at(world)?;
     let mut seen = Vec::new();
@@ -83,10 +85,10 @@ async fn measure(world: &World, sockets: usize, during: Duration) -> anyhow::Res
         let kib = resident_kib(pid)?;
         let users = &users[..count / OF_ONE_USER];
         listeners.begin();
-        let said = say(&bus, during, |n| event(&users[n % users.len()])).await?;
+        let said = say(&bus, As::Event, during, |n| event(&users[n % users.len()])).await?;
         let from_event = listeners.taken(said * OF_ONE_USER).await?;
         listeners.begin();
-        let said = say(&bus, during, |n| notification(&users[n % users.len()])).await?;
+        let said = say(&bus, As::Notification, during, |n| notification(&users[n % users.len()])).await?;
         let from_bus = listeners.taken(said * OF_ONE_USER).await?;
         seen.push(Seen { sockets: count, from_event, from_bus, kib });
     }
@@ -96,15 +98,23 @@ async fn measure(world: &World, sockets: usize, during: Duration) -> anyhow::Res
     plain.grow_to(sockets, |n| Channel::User(users[n / OF_ONE_USER].clone()).subject()).await?;
     tokio::time::sleep(SETTLES_IN).await;
     plain.begin();
-    let said = say(&bus, during, |n| notification(&users[n % users.len()])).await?;
+    let said = say(&bus, As::Notification, during, |n| notification(&users[n % users.len()])).await?;
     let baseline = plain.taken(said * OF_ONE_USER).await?;
     plain.close();
     report(&seen, &baseline, during)
 }
 
+/// What a message is published as; each is authenticated as such.
+#[derive(Clone, Copy)]
+enum As {
+    Event,
+    Notification,
+}
+
 /// Says so many a second, each when it is due: what was held up is caught up with. How many were said.
 async fn say(
-    bus: &async_nats::Client,
+    bus: &Bus,
+    kind: As,
     during: Duration,
     word: impl Fn(usize) -> anyhow::Result<(String, String)>,
 ) -> anyhow::Result<usize> {
@@ -117,11 +127,23 @@ async fn say(
         let due = usize::try_from(began.elapsed().as_micros() * u128::from(A_SECOND) / 1_000_000)?;
         while said < due {
             let (subject, message) = word(said)?;
-            bus.publish(subject, message.into()).await?;
+            let mut headers = HeaderMap::new();
+            match kind {
+                As::Event => {
+                    bus.stamp_event(&subject, &message, &mut headers);
+                    bus.client().publish_with_headers(subject, headers, message.into()).await?;
+                }
+                As::Notification => {
+                    ensure!(
+                        bus.notify(subject, None, headers, message.into_bytes()).await,
+                        "a notification did not leave"
+                    );
+                }
+            }
             said += 1;
         }
     }
-    bus.flush().await?;
+    bus.client().flush().await?;
     tokio::time::sleep(REST).await;
     Ok(said)
 }

@@ -1,6 +1,7 @@
 //! Notifications: who hears of what, who hears of nothing, and what becomes of the connections.
 
 use crate::service_tokens::Program;
+use async_nats::HeaderMap;
 use domain::notification::Channel;
 use reqwest::Method;
 use secrecy::ExposeSecret as _;
@@ -283,7 +284,7 @@ async fn one_who_does_not_read_is_put_out_with_a_word_and_the_others_hear_all() 
     slow.told("notifications.ready").await;
     let mut quick = world.ear(0, "user").await;
     // As a replica's relay says it, and longer than any real one.
-    let bus = world.bus().await;
+    let bus = world.members_bus().await;
     let subject = Channel::User(world.identity.person("user").unwrap().id.to_string()).subject();
     let filling = "x".repeat(7 * 1024);
     let (until, mut said) = (Instant::now() + PATIENCE, 0_u64);
@@ -291,17 +292,18 @@ async fn one_who_does_not_read_is_put_out_with_a_word_and_the_others_hear_all() 
         assert!(Instant::now() < until, "{said} messages of 7 KiB each were taken by one who does not read");
         for _ in 0..16 {
             let message = json!({ "type": "filling", "number": said, "data": { "message": filling } });
-            bus.publish(subject.clone(), message.to_string().into()).await.unwrap();
+            assert!(bus.notify(subject.clone(), None, HeaderMap::new(), message.to_string().into_bytes()).await);
             said += 1;
         }
-        bus.flush().await.unwrap();
+        bus.client().flush().await.unwrap();
         for number in said - 16..said {
             quick.told_where("filling", |told| told["number"] == number).await;
         }
     }
     assert_eq!(slow.close_code().await, 4413, "after {said} messages: {:?}", slow.closed);
     assert!(slow.told.len() < usize::try_from(said).unwrap());
-    bus.publish(subject, json!({ "type": "last" }).to_string().into()).await.unwrap();
+    let last = json!({ "type": "last" }).to_string().into_bytes();
+    assert!(bus.notify(subject, None, HeaderMap::new(), last).await);
     quick.told("last").await;
     eprintln!("one who does not read was put out after {said} messages, of which it was sent {}", slow.told.len());
     world.end().await;
