@@ -133,7 +133,11 @@ async fn what_cannot_be_rented_is_refused_before_anything_is_made() {
     let world = World::new().await;
     world.sku("h100x4", 4).await;
     let mut lines = Vec::new();
-    let mut refuse = async |body: Value| lines.push(rent(&world, "k", &body).await.line());
+    // A key belongs to one request, refused or not.
+    let mut refuse = async |body: Value| {
+        let key = format!("k{}", lines.len());
+        lines.push(rent(&world, &key, &body).await.line());
+    };
     refuse(json!({})).await;
     refuse(json!([])).await;
     refuse(json!({"sku": "h100x4"})).await;

@@ -181,9 +181,9 @@ async fn what_is_no_payment_is_refused_by_name() {
     let till = Till::default();
     let world = World::with_till(&till).await;
     let mut lines = Vec::new();
-    for amount in ["-1", "0", "9223372036854775808", "1e3", "1000.0", "\"10\"", "null", "999", "100001"] {
+    for amount in ["-1", "0", "9223372036854775808", "1e9", "1000.5", "\"10\"", "null", "999", "100001"] {
         let body = wanted(0).to_string().replace("\"amount_minor\":0", &format!("\"amount_minor\":{amount}"));
-        let answer = world.post(CHECKOUT).user("ann").key("k").text(body).send().await;
+        let answer = world.post(CHECKOUT).user("ann").key(amount).text(body).send().await;
         let details = answer.refused(400, "invalid_request");
         let policy = details["policy_key"].as_str().unwrap_or_default();
         lines.push(format!("{amount}: {} {policy}", answer.line()));
@@ -209,7 +209,7 @@ async fn what_is_no_payment_is_refused_by_name() {
     checkout(&world, "k", &long).await.refused(400, "invalid_request");
     let mut dollars = wanted(5_000);
     dollars["currency"] = "USD".into();
-    let answer = checkout(&world, "k", &dollars).await;
+    let answer = checkout(&world, "dollars", &dollars).await;
     assert_eq!(answer.refused(409, "state_conflict")["currency"], "EUR");
     lines.push(format!("dollars: {}", answer.line()));
     assert_eq!(till.counts(), (0, 0), "nothing of it reached the processor");
@@ -231,10 +231,11 @@ async fn only_so_many_payments_wait_for_one_user() {
     let refused = checkout(&world, "m", &wanted(5_000)).await;
     assert_eq!(refused.refused(409, "state_conflict")["policy_key"], "billing.open_payments_per_user");
     assert_eq!(till.counts(), (2, 0), "nothing of it reached the processor");
-    // Who repeats what was begun is answered, and what is paid makes room.
+    // A repetition of what was begun is answered, and what is paid makes room for another request.
     assert!(checkout(&world, "l", &wanted(5_000)).await.is_replayed());
     pay(&world, &till, first).await;
-    checkout(&world, "m", &wanted(5_000)).await.is(201);
+    assert!(checkout(&world, "m", &wanted(5_000)).await.is_replayed(), "the refusal stays that request's answer");
+    checkout(&world, "o", &wanted(5_000)).await.is(201);
     checkout(&world, "n", &wanted(5_000)).await.refused(409, "state_conflict");
     // Nobody is in the way of a colleague who shares the account.
     world.post(CHECKOUT).user("bob").key("k").json(&wanted(5_000)).send().await.is(201);

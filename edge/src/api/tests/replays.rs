@@ -114,7 +114,7 @@ async fn refusal_of_a_machine_is_replayed_after_its_precondition_holds() {
         world.post(&format!("{path}/{what}")).admin().key(key).json(&json!({"reason": "x"})).send()
     };
     let first = order("release-quarantine", "k").await;
-    first.refused(409, "state_conflict");
+    first.refused(400, "invalid_request");
     order("quarantine", "q").await.is(200);
     is_refused_again(&order("release-quarantine", "k").await, &first);
     assert_eq!(world.get(&path).admin().send().await.is(200)["state"], "quarantined");

@@ -62,7 +62,7 @@ async fn blank_reason_is_refused_on_every_route_that_takes_one() {
         let is_reason = |schema: &Value| schema.to_string().contains("#/components/schemas/Reason\"");
         let in_body: Vec<_> =
             fields.into_iter().filter(|(_, schema)| is_reason(schema)).map(|(name, _)| name).collect();
-        let path = filled(&path.replace("{kind}", "node"));
+        let path = filled(&path.replace("{kind}", "node").replace("{worker}", "rest"));
         let call = || {
             let method = Method::from_bytes(method.as_bytes()).unwrap();
             world.call(method, &path).admin().key("k")

@@ -138,8 +138,8 @@ async fn a_release_succeeds_with_a_proof_of_the_nodes_own_key_alone() {
     agent.report(&world, &task, &proved(task.attempt, &rebooted)).await.is(200);
 
     let whys: Vec<_> = world.services.reads.history(agent.node_id, None, 100).await.unwrap().items;
-    let failures: Vec<_> =
-        whys.iter().rev().map(|row| row.why.clone()).filter(|why| why.starts_with("clean-up attempt")).collect();
+    let outcomes = whys.iter().rev().map(|row| domain::node::reports::read(&row.why).1);
+    let failures: Vec<_> = outcomes.filter(|outcome| outcome.starts_with("clean-up attempt")).collect();
     assert_eq!(failures.len(), 4, "{failures:?}");
     assert!(failures[0].contains("no valid clean-up proof"), "{}", failures[0]);
     assert!(failures[1].contains("not signed with the node's recovery key"), "{}", failures[1]);
