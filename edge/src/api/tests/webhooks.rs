@@ -214,8 +214,8 @@ async fn slow_bodies_of_strangers_keep_no_event_of_the_processor_out() {
         let stuck = stuck.body(Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>()));
         let receiving = router.clone().oneshot(stuck.unwrap());
         tokio::spawn(receiving);
+        tokio::task::yield_now().await;
     }
-    tokio::task::yield_now().await;
     let body = event("evt_1", 5_000);
     let delivered = router.oneshot(request(&[&signed("v1", 0, &body)], &body)).await.unwrap();
     assert_eq!(delivered.status(), 200);
