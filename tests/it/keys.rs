@@ -346,3 +346,34 @@ async fn what_is_sealed_moves_to_another_key_of_the_ring_and_none_that_is_needed
     rented(&world, "h100").await;
     world.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_of_member_messages_are_rotated_while_every_request_is_answered() {
+    const PURPOSE: &str = "member_messages";
+    let mut world = World::plan().replicas(2).start().await;
+    // Each goes through the other replica for about half of the requests.
+    let node = world.register("h100").await;
+    let path = format!("/api/v1/admin/nodes/{}/enrollment-token", node.id);
+    let asked = async |world: &World| {
+        for replica in [0, 1] {
+            let answer = world.at_replica(replica, "admin").once(Method::POST, &path, Some(&json!({}))).await;
+            assert_eq!(answer.status, StatusCode::CREATED, "replica {replica}: {answer}");
+        }
+    };
+    let first = in_phase(&world, PURPOSE, "active").await;
+    asked(&world).await;
+    let second = staged(&world, PURPOSE).await;
+    asked(&world).await;
+    rotate(&world, "activate", &step(PURPOSE, &second, false)).await.ok();
+    asked(&world).await;
+    assert_eq!(in_phase(&world, PURPOSE, "grace").await, first);
+    rotate(&world, "retire", &step(PURPOSE, &first, true)).await.ok();
+    asked(&world).await;
+    for index in [0, 1] {
+        let url = format!("{}/metrics", world.replicas[index].operations_url());
+        let page = reqwest::get(url).await.unwrap().text().await.unwrap();
+        let refused = page.lines().filter(|line| line.starts_with("member_messages_refused_total"));
+        assert!(refused.clone().all(|line| line.ends_with(" 0")), "{:?}", refused.collect::<Vec<_>>());
+    }
+    world.end().await;
+}
