@@ -12,9 +12,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use rand::RngExt as _;
@@ -256,17 +258,39 @@ pub fn tail(path: &Path, lines: usize) -> String {
 }
 
 /// A TCP port of 127.0.0.1 that was free a moment ago. It lies below the range from which the kernel takes the ports of
-/// outgoing connections, so that only another call of this can take it before its server binds it.
+/// outgoing connections, and no other process that lives was given it by this function: so nobody takes it before its server binds it.
 pub fn free_port() -> std::io::Result<u16> {
     let outgoing = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
     let below = outgoing.split_whitespace().next().and_then(|first| first.parse().ok()).unwrap_or(32768);
     for _ in 0..100 {
         let port = if below > 12_000 { rand::rng().random_range(10_000..below) } else { 0 };
         if let Ok(listener) = std::net::TcpListener::bind(("127.0.0.1", port)) {
-            return Ok(listener.local_addr()?.port());
+            let port = listener.local_addr()?.port();
+            if claim(port) {
+                return Ok(port);
+            }
         }
     }
     Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, "no free port of 127.0.0.1 found in 100 attempts"))
+}
+
+/// Claims a port until this process ends: a lock on the byte of its number in a file that all of this user's processes share. Where there can
+/// be no such file, every port is had.
+fn claim(port: u16) -> bool {
+    static CLAIMS: OnceLock<Option<File>> = OnceLock::new();
+    let claims = CLAIMS.get_or_init(|| {
+        let path = std::env::temp_dir().join(format!("gpuaas-ports-{}", nix::unistd::geteuid()));
+        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path).ok()
+    });
+    let Some(file) = claims else { return true };
+    let lock = nix::libc::flock {
+        l_type: nix::libc::F_WRLCK.try_into().unwrap_or_default(),
+        l_whence: nix::libc::SEEK_SET.try_into().unwrap_or_default(),
+        l_start: port.into(),
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_SETLK(&lock)).is_ok()
 }
 
 #[cfg(test)]
@@ -289,6 +313,25 @@ mod tests {
             assert!(Instant::now() < until, "not within 10 s: {what}");
             std::thread::sleep(LOOK_EVERY);
         }
+    }
+
+    #[test]
+    fn port_that_another_process_was_given_is_given_to_no_other() {
+        let port = free_port().unwrap();
+        let path = std::env::temp_dir().join(format!("gpuaas-ports-{}", nix::unistd::geteuid()));
+        // As another process opens it.
+        let file = OpenOptions::new().write(true).open(path).unwrap();
+        let lock = |byte: i64| nix::libc::flock {
+            l_type: nix::libc::F_WRLCK.try_into().unwrap(),
+            l_whence: nix::libc::SEEK_SET.try_into().unwrap(),
+            l_start: byte,
+            l_len: 1,
+            l_pid: 0,
+        };
+        assert!(fcntl(&file, FcntlArg::F_OFD_SETLK(&lock(port.into()))).is_err());
+        // Above every port: claimed by this process alone.
+        let other = 100_000 + i64::from(std::process::id());
+        assert!(fcntl(&file, FcntlArg::F_OFD_SETLK(&lock(other))).is_ok());
     }
 
     #[test]
