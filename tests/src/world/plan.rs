@@ -281,8 +281,8 @@ impl Plan {
     fn roles_of(&self, replica: usize) -> anyhow::Result<BTreeSet<Role>> {
         let own =
             self.own_variables.iter().filter(|(index, ..)| *index == replica).map(|(_, name, value)| (name, value));
-        let all = self.variables.iter().map(|(name, value)| (name, value)).chain(own);
-        let named = all.filter(|(name, _)| *name == "SVC_ROLES").next_back();
+        let mut all = self.variables.iter().map(|(name, value)| (name, value)).chain(own);
+        let named = all.rfind(|(name, _)| *name == "SVC_ROLES");
         parse_roles(named.map_or("all", |(_, roles)| roles))
     }
 }

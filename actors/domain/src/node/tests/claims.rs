@@ -40,14 +40,10 @@ fn second_node_with_a_known_gpu_is_quarantined_with_the_first_ones_id() {
     assert_eq!(contested.node.reason.code, "gpu_of_another_node");
     assert!(contested.node.reason.message.contains(&FIRST.to_string()), "{}", contested.node.reason.message);
     assert_eq!(contested.node.claims().len(), 3, "its other GPUs are its own");
-    let from_to: Vec<_> = contested
-        .said
-        .iter()
-        .filter_map(|event| match event {
-            Event::NodeStateChanged { from, to, .. } => Some((from.as_deref(), to.as_str())),
-            _ => None,
-        })
-        .collect();
+    let from_to = contested.said.iter().filter_map(|event| {
+        if let Event::NodeStateChanged { from, to, .. } = event { Some((from.as_deref(), to.as_str())) } else { None }
+    });
+    let from_to: Vec<_> = from_to.collect();
     assert_eq!(from_to, [(Some("enrolling"), "quarantined")]);
     let step = node().enrolled().refused_by_the_store(&agent(), 1, poll()).unwrap();
     let actions: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
