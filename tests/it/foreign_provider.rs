@@ -287,7 +287,7 @@ async fn gpuctl_logs_in_there_by_browser_and_by_device_code_and_renews_what_it_g
         assert!(ended.status.success(), "{way:?}: {ended:?}");
         let first = token();
         let who = gpuctl.run(&["-o", "json", "whoami"]).await.json();
-        assert_eq!((who["user_id"].as_str(), &who["renewable"]), (Some("ann"), &true.into()), "{who}");
+        assert_eq!((who["user_id"].as_str(), &who["renewable"]), (Some("foreign:ann"), &true.into()), "{who}");
         // The provider's tokens for gpuctl hold so shortly that the next command needs another one.
         tokio::time::sleep(std::time::Duration::from_secs(4)).await;
         gpuctl.run(&["skus", "list"]).await.ok();

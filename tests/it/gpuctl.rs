@@ -307,6 +307,11 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     program.run(&["tree"]).await.failed(3);
     assert!(gpuctl.run(&["nodes", "tasks", &id]).await.ok().contains("Ended:"));
     assert!(gpuctl.run(&["completions", "bash"]).await.ok().contains("gpuctl"));
+    // What the shell's script runs at the TAB key.
+    let mut completes = gpuctl.command(&["--", "gpuctl", "nodes", "show", &id[..4]]);
+    completes.env("GPUCTL_COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "3").env("_CLAP_IFS", "\n");
+    let offered = completes.output().await.unwrap();
+    assert!(String::from_utf8(offered.stdout).unwrap().contains(&id), "the node's id is offered");
     node.expect_state("active").await;
     world.end().await;
 }

@@ -65,7 +65,9 @@ fn listed(current: &OsStr, list: impl AsyncFnOnce(&Api) -> Result<Vec<Entry>, Fa
     let Some(current) = current.to_str() else { return Vec::new() };
     let Some(connection) = connection(std::env::args_os()) else { return Vec::new() };
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return Vec::new() };
-    let found = runtime.block_on(tokio::time::timeout(WITHIN, async { list(&connection.api()?).await }));
+    // A time-out needs the runtime already when it is made.
+    let found =
+        runtime.block_on(async { tokio::time::timeout(WITHIN, async { list(&connection.api()?).await }).await });
     let entries = found.ok().and_then(Result::ok).unwrap_or_default();
     candidates(current, entries)
 }
