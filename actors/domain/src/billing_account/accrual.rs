@@ -310,6 +310,7 @@ impl Draft {
         let next = account.window.map_or(ctx.now, |window| window.ends_at);
         if uncut.reserved(next) <= account.balance {
             *account = BillingAccount { depletion: None, ..uncut };
+            self.release_what_is_cut(ctx.now);
         }
     }
 
@@ -366,8 +367,8 @@ impl Draft {
 }
 
 impl Run {
-    /// The cut that this depletion meant does not come.
+    /// The cut that this depletion meant does not come. One that was passed stays: what is written off is not charged after all.
     fn spare(&mut self, depletion: Depletion) {
-        self.cut_at = self.cut_at.filter(|cut_at| *cut_at < depletion.at);
+        self.cut_at = self.cut_at.filter(|cut_at| *cut_at < depletion.at || *cut_at < self.billed_until);
     }
 }

@@ -152,6 +152,25 @@ fn usage_that_was_not_known_when_a_grace_began_costs_its_hold_and_the_grace_at_m
 }
 
 #[test]
+fn usage_that_is_written_off_within_a_grace_stays_so_when_money_comes_in() {
+    let mut bench = Bench::with(110);
+    bench.set(Key::BillingDepletionGrace, 600);
+    bench.rent(1, 600);
+    bench.hold(2, 600, 1).unwrap();
+    bench.pass(600);
+    bench.use_of(2, begin(), None);
+    bench.pass(180);
+    let lost = bench.cost(2).1;
+    assert!(bench.it().state() == "grace" && lost > 0, "its hold and the grace are used up before the grace ends");
+    bench.give(1_000);
+    assert!(bench.it().state() == "open" && is_uncovered(&bench, 2) && !is_uncovered(&bench, 1));
+    bench.pass(60);
+    bench.use_of(2, begin(), Some(bench.now));
+    assert!(bench.cost(2).1 > lost, "what ran until its release is ours, too");
+    bench.check();
+}
+
+#[test]
 fn uncovered_usage_is_released_after_five_minutes_by_default() {
     let mut bench = Bench::with(10);
     bench.rent(1, 600);
@@ -213,7 +232,8 @@ proptest! {
         life.bench.set(Key::BillingDepletionGrace, grace.into());
         for step in moves {
             if !matches!(step, Move::Reverse { .. }) {
-                life.make(match step { Move::Grace { seconds } => Move::Grace { seconds: seconds.min(grace) }, other => other });
+                let step = if let Move::Grace { seconds } = step { Move::Grace { seconds: seconds.min(grace) } } else { step };
+                life.make(step);
                 let graces: Micro = life.truths.iter().map(|it| it.rate.over(begin(), begin() + seconds(grace.into()))).sum();
                 prop_assert!(life.bench.it().balance.plus(graces) >= Micro::ZERO, "after {step:?}: {:#?}", life.bench.it());
             }
