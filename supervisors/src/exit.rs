@@ -28,6 +28,7 @@ fn status_of(error: &anyhow::Error) -> u8 {
 }
 
 #[cfg(test)]
+#[allow(clippy::expect_used)]
 mod tests {
     use super::*;
     use anyhow::Context as _;
@@ -36,7 +37,8 @@ mod tests {
     #[tokio::test]
     async fn an_unreachable_database_has_a_status_of_its_own_and_is_named() {
         let url = "postgres://gpuaas:hunter2@127.0.0.1:1/gpuaas";
-        let error = anyhow::Error::from(reach(&PoolConfig::new(url.into(), None)).await.unwrap_err());
+        let error = reach(&PoolConfig::new(url.into(), None)).await.err().map(anyhow::Error::from);
+        let error = error.expect("nothing listens there");
         let text = format!("{error:#}");
         assert!(text.starts_with("the database at 127.0.0.1:1/gpuaas cannot be reached: "), "{text}");
         assert!(text.contains("refused") && !text.contains("hunter2"), "{text}");

@@ -61,7 +61,7 @@ impl Attacker {
     }
 
     async fn secured(&self, n: usize) -> Option<TlsStream<TcpStream>> {
-        let stream = self.connect(n, n % 10 == 0).await?;
+        let stream = self.connect(n, n.is_multiple_of(10)).await?;
         self.tls.connect(ServerName::try_from("127.0.0.1").unwrap(), stream).await.ok()
     }
 
