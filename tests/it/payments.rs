@@ -222,7 +222,7 @@ async fn two_top_ups_with_one_key_are_one_and_what_is_no_amount_is_none() {
 async fn by_command_line_a_user_pays_in_sees_it_and_asks_it_back() {
     let mut world = short_windows().start().await;
     let gpuctl = world.logged_in("user").await;
-    let top_up = ["-o", "json", "--idempotency-key", "once", "billing", "top-up", "--amount", "1000", "--no-open"];
+    let top_up = ["-o", "json", "--idempotency-key", "once", "billing", "top-up", "--amount", "10.00 USD", "--no-open"];
     let begun = gpuctl.run(&top_up).await.json();
     let url = begun["url"].as_str().unwrap();
     world.keep_secret("a client secret", url.split_once('#').unwrap().1);
@@ -238,16 +238,16 @@ async fn by_command_line_a_user_pays_in_sees_it_and_asks_it_back() {
     assert!(listed.starts_with("ID") && listed.contains(&id), "{listed}");
 
     let refund =
-        ["-o", "json", "billing", "refund", "--payment", &id, "--amount", "400", "--reason", "it was too much"];
+        ["-o", "json", "billing", "refund", "--payment", &id, "--amount", "4.00", "--reason", "it was too much"];
     let refund = gpuctl.run(&refund).await.json();
     assert_eq!((&refund["payment_id"], &refund["amount_minor"]), (&json!(id), &json!(400)), "{refund}");
     let path = format!("/api/v1/billing/payments/{id}");
     world.user.wait_until(&path, "it is paid back", |it| it["refunds"][0]["state"] == "succeeded").await;
     let shown = gpuctl.run(&["billing", "payment", &id]).await.ok();
-    assert!(shown.contains("600") && shown.contains("succeeded") && shown.contains("it was too much"), "{shown}");
+    assert!(shown.contains("6.00 USD") && shown.contains("succeeded") && shown.contains("it was too much"), "{shown}");
     let ledger = gpuctl.run(&["billing", "ledger"]).await.ok();
     assert!(ledger.contains("deposit") && ledger.contains("refund") && ledger.contains(&id), "{ledger}");
-    assert!(gpuctl.run(&["billing", "top-up", "--amount", "0"]).await.failed(2).contains("--amount"));
+    assert!(gpuctl.run(&["billing", "top-up", "--amount", "0 USD"]).await.failed(2).contains("amount"));
     verified(&world).await;
     world.end().await;
 }
