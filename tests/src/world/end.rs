@@ -87,10 +87,13 @@ impl World {
         }
     }
 
-    /// No member published or subscribed to what its roles do not permit.
+    /// No member published or subscribed to what its roles do not permit. A member that hung for a minute answers too late, and is refused:
+    /// permission to answer a message expires (`supervisors::cluster::permissions`).
     fn expect_no_permission_missing(&self) {
         let log = std::fs::read_to_string(self.nats.log()).unwrap_or_default();
-        let violations: Vec<_> = log.lines().filter(|line| line.contains("Violation")).collect();
+        let is_late_answer = |line: &str| line.contains("Publish Violation - Subject \"_INBOX.");
+        let violations: Vec<_> =
+            log.lines().filter(|line| line.contains("Violation") && !is_late_answer(line)).collect();
         assert!(violations.is_empty(), "NATS refused members: {violations:#?}");
     }
 
