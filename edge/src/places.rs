@@ -13,8 +13,9 @@ use tokio::task::AbortHandle;
 use tokio::time::{MissedTickBehavior, interval};
 use uuid::Uuid;
 
-/// How long the keeper of a user's places may take.
-const ASK_WITHIN: Duration = Duration::from_millis(100);
+/// How long the owner of a user's shard may take to answer. It answers within milliseconds unless it hangs, and where nobody owns the shard the bus
+/// says so at once. The bound is far above that, since a connection that is admitted without an answer is one too many for as long as it lives.
+const ASK_WITHIN: Duration = Duration::from_secs(2);
 
 /// What stays open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -138,7 +138,8 @@ impl Keyed {
         if is_stored { Ok(response) } else { self.overtaken(by, started, committed, response).await }
     }
 
-    /// Another request with this key was faster: its answer is the one.
+    /// Another request with this key stored its answer first: that answer is the one. The request that was carried out sends it as its own, even if
+    /// a repetition, which read the machine's reply, stored it.
     async fn overtaken(
         &self,
         by: &ByCaller,
@@ -149,8 +150,14 @@ impl Keyed {
         match by.answers.find(by.id).await? {
             Some(stored) if stored.digest != started.command.digest => Err(key_reused()),
             Some(StoredRequest { answer: Some(answer), .. }) => {
-                COUNTERS.replays_served.inc();
-                stored::replay(&answer)
+                let is_repetition = !committed || response.headers().contains_key(IDEMPOTENCY_REPLAYED);
+                let mut replay = stored::replay(&answer)?;
+                if is_repetition {
+                    COUNTERS.replays_served.inc();
+                } else {
+                    replay.headers_mut().remove(IDEMPOTENCY_REPLAYED);
+                }
+                Ok(replay)
             }
             // Its commit stands, and its answer is not there yet.
             Some(StoredRequest { reply: Some(_), .. }) if !committed => Err(in_progress()),
