@@ -283,6 +283,14 @@ mod tests {
         assert_eq!(seals(later).check(node(1), 2, "[]", Some(&before)), Err(Refused::Altered));
     }
 
+    /// A quick parser reads this as the number beside it, and Postgres gives it back as a whole number, which every parser reads exactly.
+    #[test]
+    fn large_float_is_sealed_as_the_number_that_it_is() {
+        let seals = seals(None);
+        let seal = seals.seal(node(1), 1, "1.4727287635488061e19").unwrap();
+        assert_eq!(seals.check(node(1), 1, "14727287635488061000", Some(&seal)), Ok(()));
+    }
+
     proptest! {
         #[test]
         fn numbers_are_told_apart_by_value(a in any::<i32>(), b in any::<i32>()) {
