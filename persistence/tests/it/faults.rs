@@ -3,10 +3,14 @@
 use crate::postgres::Database;
 use crate::world::{World, create, next};
 use domain::commit::{Commit, Outcome};
+use futures::{FutureExt as _, poll};
 use persistence::committer::CommitterMetrics;
-use persistence::{Committer, CommitterConfig};
+use persistence::loader::{LANES, LoadError};
+use persistence::{Committer, CommitterConfig, Loader};
 use sqlx::postgres::{PgPool, PgPoolOptions, PgSslMode};
+use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -350,6 +354,35 @@ async fn a_worker_that_panics_leaves_what_it_wrote_unknown_and_what_waits_for_it
     committer.close().await;
     lane.await.unwrap();
     assert!(matches!(committer.commit(create(4)).await, Outcome::NotApplied { .. }));
+}
+
+#[tokio::test]
+async fn a_lane_of_the_loader_that_panics_fails_what_it_was_reading_and_leaves_what_waits_for_its_next_run() {
+    let world = World::new().await;
+    let stored = create(1);
+    world.commit(&stored).await;
+    let loader = Loader::new(&world.reads());
+    // Loads go to the lanes in turn: the first and the last are of lane 0.
+    let mut reading = Box::pin(loader.load(stored.entity));
+    assert!(poll!(&mut reading).is_pending());
+    let mut waiting: Vec<_> = (0..LANES).map(|_| Box::pin(loader.load(stored.entity))).collect();
+    let failing = async {
+        let mut lane = pin!(loader.run_lane(0));
+        assert!(poll!(&mut lane).is_pending(), "its query is in flight");
+        for load in &mut waiting {
+            assert!(poll!(load).is_pending());
+        }
+        panic!("made to fail");
+    };
+    assert!(AssertUnwindSafe(failing).catch_unwind().await.is_err());
+    assert!(matches!(reading.await, Err(LoadError::Ended)));
+    let mut waits = waiting.pop().unwrap();
+    assert!(poll!(&mut waits).is_pending());
+    let found = tokio::select! {
+        found = waits => found.unwrap(),
+        () = loader.run_lane(0) => panic!("a lane ends with its loader"),
+    };
+    assert_eq!(found.map(|snapshot| snapshot.version), Some(1));
 }
 
 #[tokio::test]
