@@ -34,7 +34,7 @@ use crate::sandbox::Sandbox;
 use crate::simulate::{Misbehaviour, Simulated};
 use crate::ssh::{self, SshError, Sshd};
 use crate::store::{self, StoreError};
-use crate::system::{self, System};
+use crate::system::{self, System, private};
 use crate::terminal::{Spools, Terminals};
 
 mod beat;
@@ -163,6 +163,9 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), Fatal> {
         Gpus::Absent { why } => warn!(why, "no GPU driver: this node offers no GPU; --simulate-gpus N makes some up"),
     }
     let executor = executor(&config, &gpus)?;
+    if config.system.is_some() {
+        private::warn_of_logins_without();
+    }
     run_with(config, gpus, executor, stop).await
 }
 

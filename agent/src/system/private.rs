@@ -10,11 +10,13 @@
 //! Each terminal, and each login through PAM, has a mount namespace in which these lie over the machine's. Mounts that the tenant makes there
 //! (FUSE, user namespaces) are nowhere else. A release removes the folders with everything in them, also what root made in the tenant's name.
 
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MsFlags, mount};
+use tracing::warn;
 use wire::proof::{Checked, Finding};
 
 use super::accounts::Account;
@@ -165,6 +167,49 @@ pub fn is_known_to_pam() -> bool {
     folders.any(|folder| folder.join("pam_namespace.so").is_file())
 }
 
+/// Where PAM is told what its services do.
+const PAM: &str = "/etc/pam.d";
+/// The machine's own services by which a tenant may come in.
+const SERVICES: [&str; 5] = ["sshd", "cron", "crond", "atd", "su"];
+
+/// Logs which of the machine's logins see its own `/tmp`, and what to do about it.
+pub fn warn_of_logins_without() {
+    let services = services_without(Path::new(PAM));
+    if !services.is_empty() {
+        warn!(
+            error_code = "pam_profile_missing",
+            services = services.join(", "),
+            "tenants who log in by these services see the machine's /tmp, /var/tmp and /dev/shm; install the profile \
+             deploy/pam/gpuaas-tenants with pam-auth-update, or require pam_namespace.so in their sessions"
+        );
+    }
+}
+
+/// The services under this folder whose sessions do not go through `pam_namespace`. One that is not there lets nobody in.
+fn services_without(pam: &Path) -> Vec<&'static str> {
+    let lacks = |service: &&str| pam.join(service).is_file() && !has_namespace(pam, service, &mut BTreeSet::new());
+    SERVICES.into_iter().filter(lacks).collect()
+}
+
+/// Whether the service, or what it includes, has `pam_namespace` in its session.
+fn has_namespace(pam: &Path, service: &str, read: &mut BTreeSet<String>) -> bool {
+    if !read.insert(service.to_owned()) {
+        return false;
+    }
+    let text = fs::read_to_string(pam.join(service)).unwrap_or_default();
+    text.lines().any(|line| {
+        let line = line.split('#').next().unwrap_or_default();
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words.as_slice() {
+            ["@include", other] | ["session" | "-session", "include" | "substack", other] => {
+                has_namespace(pam, other, read)
+            }
+            ["session" | "-session", _, ..] => line.contains("pam_namespace.so"),
+            _ => false,
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,6 +227,23 @@ mod tests {
                 "/tmp \"/state dir/private/tmp/\" user ~gpu-1",
             ]
         );
+    }
+
+    #[test]
+    fn services_that_never_reach_pam_namespace_are_named() {
+        let pam = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(pam.path().join(name), text).unwrap();
+        assert_eq!(services_without(pam.path()), [""; 0], "none is installed");
+        write("sshd", "auth required pam_unix.so\n@include common-session\n");
+        write("cron", "session include common-session\n@include cron\n");
+        write("su", "# session required pam_namespace.so\nauth required pam_namespace.so\n");
+        write("common-session", "session required pam_unix.so\n");
+        assert_eq!(services_without(pam.path()), ["sshd", "cron", "su"]);
+        // As the profile is installed.
+        write("common-session", "session\trequired\tpam_unix.so\nsession\trequired\tpam_namespace.so mount_private\n");
+        assert_eq!(services_without(pam.path()), ["su"]);
+        write("su", "session [success=1 default=ignore] pam_succeed_if.so\nsession required pam_namespace.so\n");
+        assert_eq!(services_without(pam.path()), [""; 0]);
     }
 
     #[test]
