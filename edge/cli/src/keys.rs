@@ -26,20 +26,16 @@ pub(crate) enum Command {
     },
     /// Puts a staged key to use; the one before stays trusted, in grace.
     Activate {
-        purpose: Purpose,
-        key: String,
         #[command(flatten)]
-        step: Step,
+        change: Change,
         /// Also while a replica does not know the key.
         #[arg(long)]
         force: bool,
     },
     /// Ends the trust in a key, and destroys its private half.
     Retire {
-        purpose: Purpose,
-        key: String,
         #[command(flatten)]
-        step: Step,
+        change: Change,
         /// Also before a signing key's grace has ended, and where nodes have certificates by this authority alone.
         #[arg(long)]
         force: bool,
@@ -49,6 +45,15 @@ pub(crate) enum Command {
         #[command(flatten)]
         step: Step,
     },
+}
+
+/// Which key takes a step, and why.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Change {
+    purpose: Purpose,
+    key: String,
+    #[command(flatten)]
+    step: Step,
 }
 
 #[derive(Debug, clap::Args)]
@@ -83,6 +88,13 @@ impl Purpose {
     }
 }
 
+impl Change {
+    /// What the API takes.
+    fn body(&self, force: bool) -> Value {
+        json!({ "purpose": self.purpose.name(), "key_id": self.key, "reason": self.step.reason, "force": force })
+    }
+}
+
 const KEYS: [Column; 8] = [
     ("PURPOSE", "/purpose"),
     ("VERSION", "/version"),
@@ -104,15 +116,15 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             step.confirm.ask(&format!("Stage a key for {}?", purpose.name()))?;
             changed("stage", &json!({ "purpose": purpose.name(), "reason": step.reason }), api).await
         }
-        Command::Activate { purpose, key, step, force } => {
-            step.confirm.ask(&format!("Activate key {key} for {}?", purpose.name()))?;
-            let body = json!({ "purpose": purpose.name(), "key_id": key, "reason": step.reason, "force": force });
-            changed("activate", &body, api).await
+        Command::Activate { change, force } => {
+            let (key, purpose) = (&change.key, change.purpose.name());
+            change.step.confirm.ask(&format!("Activate key {key} for {purpose}?"))?;
+            changed("activate", &change.body(force), api).await
         }
-        Command::Retire { purpose, key, step, force } => {
-            step.confirm.ask(&format!("Retire key {key} of {}, and destroy its private half?", purpose.name()))?;
-            let body = json!({ "purpose": purpose.name(), "key_id": key, "reason": step.reason, "force": force });
-            changed("retire", &body, api).await
+        Command::Retire { change, force } => {
+            let (key, purpose) = (&change.key, change.purpose.name());
+            change.step.confirm.ask(&format!("Retire key {key} of {purpose}, and destroy its private half?"))?;
+            changed("retire", &change.body(force), api).await
         }
         Command::Rewrap { step } => {
             step.confirm.ask("Seal all secrets with the active key of the key ring?")?;

@@ -10,7 +10,8 @@ use crate::complete;
 use crate::failure::Failure;
 use crate::file;
 use crate::out::Column;
-use crate::reference::{self, ALLOCATION, RECORDING, Ref};
+use crate::reference::{self, RECORDING, Ref};
+use crate::terminal::sessions::Listed;
 use play::PlayArgs;
 use std::path::PathBuf;
 use uuid::Uuid;
@@ -23,19 +24,7 @@ const WHAT: &str = "the recording";
 pub(crate) enum Command {
     /// The recordings of an allocation's terminals.
     #[command(visible_alias = "ls")]
-    List {
-        #[arg(required_unless_present = "all", add = complete::of(&ALLOCATION))]
-        allocation: Option<Ref>,
-        /// Administrators: everybody's.
-        #[arg(long, conflicts_with = "allocation")]
-        all: bool,
-        /// Administrators: this user's.
-        #[arg(long, value_name = "ID", requires = "all")]
-        user: Option<String>,
-        /// At most so many.
-        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
-        limit: u16,
-    },
+    List(Listed),
     /// What there is of one; its id is the session's.
     Show {
         #[arg(add = complete::of(&RECORDING))]
@@ -78,7 +67,7 @@ const ALONE: [Column; 10] = [
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { allocation, user, limit, .. } => {
+        Command::List(Listed { allocation, user, limit, .. }) => {
             let path = match allocation {
                 Some(allocation) => {
                     format!("{}/recordings", allocations::path(reference::allocation(&allocation, api).await?))

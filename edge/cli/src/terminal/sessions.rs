@@ -17,20 +17,11 @@ pub(crate) enum Command {
     /// The open ones of an allocation.
     #[command(visible_alias = "ls")]
     List {
-        #[arg(required_unless_present = "all", add = complete::of(&ALLOCATION))]
-        allocation: Option<Ref>,
-        /// Administrators: everybody's, also those that have ended.
-        #[arg(long, conflicts_with = "allocation")]
-        all: bool,
+        #[command(flatten)]
+        listed: Listed,
         /// Administrators: those in this state: opened, attached, detached, closed.
         #[arg(long, requires = "all")]
         state: Option<String>,
-        /// Administrators: those of this user.
-        #[arg(long, value_name = "ID", requires = "all")]
-        user: Option<String>,
-        /// At most so many.
-        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
-        limit: u16,
     },
     /// Administrators: one of them.
     Show {
@@ -52,6 +43,22 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
+}
+
+/// What is listed of terminals: what one allocation has, or everybody's.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Listed {
+    #[arg(required_unless_present = "all", add = complete::of(&ALLOCATION))]
+    pub(crate) allocation: Option<Ref>,
+    /// Administrators: everybody's, also of what has ended.
+    #[arg(long, conflicts_with = "allocation")]
+    all: bool,
+    /// Administrators: those of this user.
+    #[arg(long, value_name = "ID", requires = "all")]
+    pub(crate) user: Option<String>,
+    /// At most so many.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+    pub(crate) limit: u16,
 }
 
 /// An open session of one allocation.
@@ -106,11 +113,11 @@ pub(super) fn path(allocation: Uuid) -> String {
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { allocation: Some(allocation), limit, .. } => {
+        Command::List { listed: Listed { allocation: Some(allocation), limit, .. }, .. } => {
             let id = reference::allocation(&allocation, api).await?;
             api.out.list(&api.list(&path(id), &[], MOST.min(limit.into())).await?, &IN_A_LIST)
         }
-        Command::List { allocation: None, state, user, limit, .. } => {
+        Command::List { listed: Listed { allocation: None, user, limit, .. }, state } => {
             let given = [("state", state), ("user_id", user)];
             let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             api.out.list(&api.list(TERMINAL_SESSION.path, &query, limit.into()).await?, &ALL)
