@@ -85,6 +85,17 @@ async fn expect_state(user: &Api, path: &str, state: &str) -> Value {
         .unwrap()
 }
 
+#[test]
+fn programs_print_their_name_and_version() {
+    let this = std::env::current_exe().unwrap();
+    for name in ["gpuaas", "gpuctl", "gpuaas-agent"] {
+        let program = files::find_beside(&this, name).unwrap();
+        let printed = std::process::Command::new(program).arg("--version").output().unwrap();
+        assert!(printed.status.success(), "{printed:?}");
+        assert_eq!(String::from_utf8_lossy(&printed.stdout), format!("{name} {}\n", env!("CARGO_PKG_VERSION")));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn next_start_has_the_data_addresses_and_passwords_of_the_last_one() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
