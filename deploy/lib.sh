@@ -280,6 +280,9 @@ from_pypi() {
 # The programs that look at the API's contract from outside.
 ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
 
+# The mail server that takes notifications in the tests.
+ensure_mail_server() { from_pypi aiosmtpd deploy/aiosmtpd.txt "The tests of e-mail need"; }
+
 # The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
 ensure_processor() {
     local missing=() source=$root/deploy/localstripe-source.txt folder=$tools/localstripe
@@ -337,6 +340,7 @@ ensure_test_tools() {
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
+    ensure_mail_server
     ensure_processor
     ensure_proxies
     ensure_faketime

@@ -13,6 +13,7 @@ pub mod body;
 mod buckets;
 pub mod bundle;
 pub mod correlation;
+pub mod delivery;
 pub mod error;
 pub mod figures;
 pub mod host;

@@ -3,11 +3,13 @@
 
 mod identity;
 mod ingress;
+mod mail;
 mod node_api;
 mod payments;
 mod variables;
 
 pub use identity::Identity;
+pub use mail::Mail;
 pub use node_api::NodeProxies;
 pub use payments::Payments;
 pub use variables::{ConfigError, Problem};
@@ -77,6 +79,10 @@ pub struct Config {
     pub package: Package,
     /// The payment processor, where one is configured.
     pub payments: Option<Payments>,
+    /// The mail server that notifications go out by, where one is configured.
+    pub mail: Option<Mail>,
+    /// Authorities of mail servers and of webhooks' receivers, beside the system's.
+    pub notification_ca: Option<PathBuf>,
     pub roles: BTreeSet<Role>,
 }
 
@@ -199,6 +205,7 @@ impl Config {
             None => terminal_url(&public_url),
         };
         let tls = tls_files(it);
+        let notification_ca = mail::notification_ca(it);
         let bootstrap_verifier_keys = it.list(VERIFIER_KEYS);
         if !bootstrap_verifier_keys.is_empty()
             && let Err(error) = VerifierSet::from_env_value(&bootstrap_verifier_keys.join(","))
@@ -219,6 +226,8 @@ impl Config {
             stats_token: internal_token(it, "INTERNAL_STATS_TOKEN"),
             terminal_url,
             terminal_origins: it.list("SVC_TERMINAL_ORIGINS"),
+            mail: mail::mail(it, notification_ca.as_deref(), &public_url),
+            notification_ca,
             public_url,
             node_public_url,
             tls_cert: tls.certificate,
@@ -369,6 +378,9 @@ mod tests {
             ("SVC_TLS_KEY_PATH", "/nowhere/tls.key"),
             ("SVC_NODE_CLIENT_IDENTITY", "rfc9440"),
             ("SVC_PAYMENTS_CURRENCY", "EUR"),
+            ("SVC_SMTP_URL", "smtp://gpuaas:hunter2@mail.example"),
+            ("SVC_SMTP_FROM", "no-reply@example.com"),
+            ("SVC_NOTIFICATION_CA_PATH", "/nowhere/mail.pem"),
             ("SVC_TRUST_DOMAIN", "GPU"),
         ]);
         for named in [
@@ -386,11 +398,13 @@ mod tests {
             "SVC_OIDC_ISSUER is not set",
             "SVC_OIDC_AUDIENCE is not set",
             "SVC_PAYMENTS_SECRET_KEY is not",
+            "SVC_SMTP_URL: the URL of the mail server would send mails in clear",
+            "SVC_NOTIFICATION_CA_PATH is /nowhere/mail.pem, which cannot be read (No such file",
             "SVC_ROLES: there is no role \"webshop\"",
         ] {
             assert_eq!(problems.iter().filter(|problem| problem.contains(named)).count(), 1, "{named}: {problems:#?}");
         }
-        assert_eq!(problems.len(), 15, "{problems:#?}");
+        assert_eq!(problems.len(), 17, "{problems:#?}");
         assert!(!problems.concat().contains("hunter2"));
     }
 

@@ -11,6 +11,7 @@ mod bus;
 mod cluster;
 mod dev;
 mod docs_page;
+mod email;
 mod enrollment;
 mod faults;
 mod foreign_provider;

@@ -69,7 +69,7 @@ fn the_domain_names_nothing_but_plain_data() {
 #[test]
 fn every_variable_of_an_installation_stands_in_the_readme() {
     let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
-    let sources = ["supervisors/src/config.rs", "supervisors/src/config/payments.rs"];
+    let sources = ["config.rs", "config/mail.rs", "config/payments.rs"].map(|file| format!("supervisors/src/{file}"));
     let is_variable = |text: &&str| {
         ["SVC_", "NODE_", "INTERNAL_"].iter().any(|prefix| text.starts_with(prefix))
             && text.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_')

@@ -31,6 +31,7 @@ pub mod ingress;
 pub mod line;
 mod logs;
 pub mod machine;
+pub mod mail;
 mod member;
 pub mod notifications;
 pub mod payments;

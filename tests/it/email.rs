@@ -1,0 +1,212 @@
+//! Notifications by e-mail, to a mail server that somebody else wrote (aiosmtpd).
+
+use edge::delivery::Undelivered;
+use edge::delivery::email::{Mail, MailConfig, Mailer};
+use futures::future::join_all;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use tests::world::mail::{MailServer, Security};
+use tokio::net::{TcpListener, TcpStream};
+
+const FROM: &str = "Größe GPU <no-reply@example.com>";
+const ENDPOINT: &str = "00000000-0000-0000-0000-0000000000ee";
+const EVENT: &str = "00000000-0000-0000-0000-000000000009";
+
+/// A notification that is no plain ASCII.
+const ANNOUNCED: &str = r#"{"id":"00000000-0000-0000-0000-000000000009","type":"notification.announced","time":"2026-11-23T08:00:00Z",
+    "data":{"severity":"warning","message":"Die Region größte-1 wird gewartet.\r\n.\r\nQUIT"}}"#;
+
+const MAIL: Mail<'_> = Mail { message_id: EVENT, endpoint_id: ENDPOINT, body: ANNOUNCED };
+
+/// How long a mail may take (edge/src/delivery/email.rs), and a slow machine.
+const GIVEN_UP_WITHIN: Duration = Duration::from_secs(25);
+
+fn mailer_at(url: &str, authorities_pem: Option<&str>) -> Mailer {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let config = MailConfig {
+        url: url.to_owned().into(),
+        from: FROM.to_owned(),
+        authorities_pem: authorities_pem.map(str::to_owned),
+        public_url: "https://gpu.example".to_owned(),
+    };
+    Mailer::new(&config).unwrap()
+}
+
+fn mailer_of(server: &MailServer) -> Mailer {
+    mailer_at(&server.url(), Some(server.authorities_pem()))
+}
+
+/// Why a mail was not sent; none that the operators can mend is final.
+async fn not_sent(mailer: &Mailer) -> String {
+    let Undelivered { is_final, why } = mailer.send("ann@example.org", &MAIL).await.unwrap_err();
+    assert!(!is_final, "{why}");
+    why
+}
+
+/// An address that the server's certificate does not name, and that leads to it.
+async fn forwarded_from_another_address(port: u16) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+            let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn a_mail_arrives_as_written_over_tls_from_the_first_byte_and_after_starttls() {
+    for security in [Security::Tls, Security::StartTls] {
+        let server = MailServer::start(security).await;
+        mailer_of(&server).send("ann@example.org", &MAIL).await.unwrap();
+        let [mail] = &server.received()[..] else { panic!("not one mail: {:?}", server.received()) };
+        assert!(mail.is_encrypted && mail.is_authenticated, "{security:?}: {mail:?}");
+        assert_eq!((mail.to.as_str(), mail.sender.as_str()), ("ann@example.org", "no-reply@example.com"));
+        assert_eq!((mail.client.as_str(), mail.defects.len()), ("gpu.example", 0), "{:?}", mail.defects);
+        let headers = mail.headers();
+        let id = format!("<{EVENT}.{ENDPOINT}@example.com>");
+        for (name, value) in [
+            ("From", FROM),
+            ("To", "ann@example.org"),
+            ("Subject", "Warning: an announcement of the operators"),
+            ("Date", "Mon, 23 Nov 2026 08:00:00 +0000"),
+            ("Message-ID", &id),
+            ("Auto-Submitted", "auto-generated"),
+            ("Content-Type", "text/plain; charset=\"utf-8\""),
+        ] {
+            assert_eq!(headers.get(name).copied(), Some(value), "{name} of {headers:?}");
+        }
+        let (first, rest) = mail.text.split_once("\r\n\r\n").unwrap();
+        assert_eq!(first, "The operators of the service announce:");
+        assert!(rest.starts_with("Die Region größte-1 wird gewartet. . QUIT\r\n"), "{rest}");
+        let last = format!("gpuctl notification-endpoints set {ENDPOINT} --disable");
+        assert!(rest.trim_end().ends_with(&last), "{rest}");
+    }
+}
+
+#[tokio::test]
+async fn an_attempt_after_a_refusal_sends_the_same_mail_and_it_arrives_once() {
+    let server = MailServer::start(Security::Tls).await;
+    let (mailer, to) = (mailer_of(&server), "data-451-once.ann@example.org");
+    let later = mailer.send(to, &MAIL).await.unwrap_err();
+    assert!(!later.is_final && later.why.contains("451"), "{later}");
+    mailer.send(to, &MAIL).await.unwrap();
+    mailer.send("ann@example.org", &MAIL).await.unwrap();
+    let received = server.received();
+    assert_eq!(received.iter().map(|mail| mail.to.as_str()).collect::<Vec<_>>(), [to, "ann@example.org"]);
+    assert_eq!(received[0].headers()["Message-ID"], received[1].headers()["Message-ID"]);
+}
+
+#[tokio::test]
+async fn a_refusal_of_this_recipient_or_message_is_final_and_any_other_is_not() {
+    let server = MailServer::start(Security::StartTls).await;
+    let mailer = mailer_of(&server);
+    for (to, is_final) in [
+        ("rcpt-550.ann@example.org", true),
+        ("rcpt-501.ann@example.org", true),
+        ("rcpt-552.ann@example.org", true),
+        ("data-554.ann@example.org", true),
+        ("rcpt-451.ann@example.org", false),
+        ("rcpt-421.ann@example.org", false),
+        ("data-452.ann@example.org", false),
+        ("rcpt-503.ann@example.org", false),
+        ("rcpt-530.ann@example.org", false),
+        ("data-535.ann@example.org", false),
+    ] {
+        let undelivered = mailer.send(to, &MAIL).await.unwrap_err();
+        assert_eq!(undelivered.is_final, is_final, "{to}: {undelivered}");
+        let code = &to["rcpt-".len().."rcpt-550".len()];
+        assert!(undelivered.why.contains(&format!("{code} the address asks for it")), "{undelivered}");
+    }
+    assert_eq!((server.received().len(), server.refused().len()), (0, 10));
+}
+
+#[tokio::test]
+async fn an_address_beyond_ascii_is_written_as_rfc_6531_has_it() {
+    let server = MailServer::start(Security::Tls).await;
+    mailer_of(&server).send("größe@example.org", &MAIL).await.unwrap();
+    let received = server.received();
+    assert_eq!((received[0].to.as_str(), received[0].headers()["To"]), ("größe@example.org", "größe@example.org"));
+}
+
+#[tokio::test]
+async fn a_server_that_hangs_is_given_up_and_the_next_mail_is_sent() {
+    // One that greets nobody, one that never answers a recipient, and one that never answers a message.
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let server = MailServer::start(Security::Tls).await;
+    let mailer = mailer_of(&server);
+    let (greeted, in_tls) = (
+        mailer_at(&format!("smtp://127.0.0.1:{port}"), None),
+        mailer_at(&format!("smtps://127.0.0.1:{port}"), Some(server.authorities_pem())),
+    );
+    let began = Instant::now();
+    let hanging = [
+        greeted.send("ann@example.org", &MAIL),
+        in_tls.send("ann@example.org", &MAIL),
+        mailer.send("rcpt-hang.ann@example.org", &MAIL),
+        mailer.send("data-hang.ann@example.org", &MAIL),
+    ];
+    for outcome in join_all(hanging).await {
+        let undelivered = outcome.unwrap_err();
+        assert!(!undelivered.is_final && undelivered.why.contains("within 15 seconds"), "{undelivered}");
+    }
+    assert!(began.elapsed() < GIVEN_UP_WITHIN, "{:?}", began.elapsed());
+    mailer.send("ann@example.org", &MAIL).await.unwrap();
+    assert_eq!(server.received().len(), 1);
+}
+
+#[tokio::test]
+async fn a_server_that_cannot_show_who_it_is_is_sent_nothing() {
+    let (server, other) = tokio::join!(MailServer::start(Security::Tls), MailServer::start(Security::StartTls));
+    // Each by the other's authority, by the system's alone, and under a name that the certificate does not have.
+    for (server, authorities) in [(&server, Some(&other)), (&other, Some(&server)), (&server, None), (&other, None)] {
+        let why = not_sent(&mailer_at(&server.url(), authorities.map(MailServer::authorities_pem))).await;
+        assert!(why.contains("certificate") && !why.contains(server.password()), "{why}");
+    }
+    let elsewhere = forwarded_from_another_address(server.port()).await;
+    let url = server.url().replace(&format!("localhost:{}", server.port()), &elsewhere.to_string());
+    let why = not_sent(&mailer_at(&url, Some(server.authorities_pem()))).await;
+    assert!(why.contains("certificate not valid for name"), "{why}");
+    assert!(server.received().is_empty() && other.received().is_empty());
+    assert!(server.refused().is_empty() && other.refused().is_empty(), "no password was sent");
+}
+
+#[tokio::test]
+async fn a_server_that_offers_no_starttls_is_sent_nothing() {
+    let server = MailServer::start(Security::Clear).await;
+    let url = format!("smtp://user:hunter2@localhost:{}?tls=required", server.port());
+    let why = not_sent(&mailer_at(&url, Some(server.authorities_pem()))).await;
+    assert!(why.contains("STARTTLS") && !why.contains("hunter2"), "{why}");
+    assert!(server.received().is_empty());
+    // In clear, on this machine and with the operators' word for it, it takes mail.
+    mailer_of(&server).send("ann@example.org", &MAIL).await.unwrap();
+    assert!(server.received().iter().all(|mail| !mail.is_encrypted && !mail.is_authenticated));
+}
+
+#[tokio::test]
+async fn a_wrong_password_is_for_the_operators_to_mend_and_is_not_shown() {
+    for security in [Security::Tls, Security::StartTls] {
+        let server = MailServer::start(security).await;
+        let why = not_sent(&mailer_at(&server.url_with("hunter2"), Some(server.authorities_pem()))).await;
+        assert_eq!(why, "the mail server does not admit the service (535)");
+        assert!(server.received().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn many_mails_at_once_share_four_connections() {
+    let server = MailServer::start(Security::Tls).await;
+    let mailer = mailer_of(&server);
+    let addresses: Vec<String> = (0..24).map(|n| format!("ann{n}@example.org")).collect();
+    for sent in join_all(addresses.iter().map(|to| mailer.send(to, &MAIL))).await {
+        sent.unwrap();
+    }
+    let mut received = server.received();
+    assert!(received.iter().all(|mail| mail.connections <= 4), "{received:?}");
+    received.sort_unstable_by(|one, other| one.to.cmp(&other.to));
+    received.dedup_by(|one, other| one.to == other.to);
+    assert_eq!(received.len(), addresses.len());
+}
