@@ -36,6 +36,8 @@ pub struct Identity {
     pub not_after: DateTime<Utc>,
     /// The key identifier of the authority that certified it, lower-case hexadecimal; `None` where the certificate does not say.
     pub authority: Option<String>,
+    /// When this process got it; `None` where it was there when the process began.
+    pub taken_at: Option<DateTime<Utc>>,
 }
 
 impl Identity {
@@ -52,10 +54,14 @@ impl Identity {
     }
 
     /// When to renew: after half of its life and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
+    ///
+    /// Its life begins when it was taken. By its own word it begins earlier, so that clocks may run behind: of one that lives shortly, half
+    /// would be over before it is there.
     #[must_use]
     pub fn renew_at(&self, chance: f64) -> DateTime<Utc> {
-        let life = (self.not_after - self.not_before).to_std().unwrap_or(Duration::ZERO);
-        self.not_before + life.mul_f64(0.5 + 0.1 * chance.clamp(0.0, 1.0))
+        let begins = self.taken_at.map_or(self.not_before, |taken_at| taken_at.max(self.not_before));
+        let life = (self.not_after - begins).to_std().unwrap_or(Duration::ZERO);
+        begins + life.mul_f64(0.5 + 0.1 * chance.clamp(0.0, 1.0))
     }
 }
 
@@ -225,7 +231,7 @@ impl IdentityStore {
             self.store_node_cas(bundle)?;
         }
         store::write_atomically(&self.cert, chain.as_bytes(), store::PUBLIC)?;
-        self.finish(pending, chain, &certificate)
+        Ok(Identity { taken_at: Some(Utc::now()), ..self.finish(pending, chain, &certificate)? })
     }
 
     /// Keeps the authorities that certify nodes.
@@ -373,6 +379,7 @@ impl Certificate {
             not_before: self.not_before,
             not_after: self.not_after,
             authority: self.authority.clone(),
+            taken_at: None,
         }
     }
 }
@@ -532,11 +539,17 @@ mod tests {
             not_before,
             not_after: not_before + Duration::from_secs(1000),
             authority: None,
+            taken_at: None,
         };
         assert_eq!(identity.renew_at(0.0), not_before + Duration::from_secs(500));
         assert_eq!(identity.renew_at(1.0), not_before + Duration::from_secs(600));
         assert!(identity.is_expired(identity.not_after) && !identity.is_expired(not_before));
         assert!(identity.is_in_force(not_before) && !identity.is_in_force(identity.not_after));
         assert!(!identity.is_in_force(not_before - Duration::from_secs(1)), "made under a clock that was ahead");
+        let taken = |after| Identity { taken_at: Some(not_before + after), ..identity.clone() };
+        let backdated = taken(Duration::from_secs(900));
+        assert_eq!(backdated.renew_at(0.0), not_before + Duration::from_secs(950), "in the half of what is left of it");
+        let behind = Identity { taken_at: Some(not_before - Duration::from_secs(900)), ..identity.clone() };
+        assert_eq!(behind.renew_at(0.0), identity.renew_at(0.0), "by a clock that runs behind");
     }
 }

@@ -302,6 +302,21 @@ async fn a_certificate_is_renewed_in_its_second_half_and_used_from_then_on() {
 }
 
 #[tokio::test]
+async fn a_certificate_that_is_backdated_by_more_than_it_lives_is_not_renewed_at_once() {
+    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+    // Long enough for any machine: half of it is half an hour.
+    (fake.behave().certificate_life, fake.behave().backdated_by) = (TimeDelta::hours(1), TimeDelta::hours(3));
+    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.says("polling").await;
+    for _ in 0..3 {
+        let task = fake.payload(Task::Validate {});
+        fake.dispatch(&task);
+        fake.result_of(task.task_id).await;
+    }
+    assert_eq!(fake.seen().renewals, 0, "it is due in half an hour");
+}
+
+#[tokio::test]
 async fn an_expired_certificate_is_recovered_with_the_spent_token_also_when_the_answer_is_lost() {
     let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
     fake.behave().certificate_life = TimeDelta::seconds(3);

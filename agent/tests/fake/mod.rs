@@ -88,6 +88,8 @@ pub struct Behaviour {
     /// Status of every result, unless 200.
     pub results: StatusCode,
     pub certificate_life: TimeDelta,
+    /// For how long certificates are in force already when they are made.
+    pub backdated_by: TimeDelta,
     pub verifier_sets: Vec<VerifierSet>,
     /// Is sent whatever the agent knows.
     pub lowest_set: Option<VerifierSet>,
@@ -121,6 +123,7 @@ impl Fake {
             node_removed: false,
             results: StatusCode::OK,
             certificate_life: TimeDelta::hours(24),
+            backdated_by: TimeDelta::zero(),
             verifier_sets: vec![],
             lowest_set: None,
             node_authorities: None,
@@ -364,7 +367,10 @@ async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, requ
 }
 
 fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
-    let life = shared.behaviour.lock().unwrap().certificate_life;
+    let (life, backdated_by) = {
+        let behaviour = shared.behaviour.lock().unwrap();
+        (behaviour.certificate_life, behaviour.backdated_by)
+    };
     let mut request = CertificateSigningRequestParams::from_pem(csr_pem).unwrap();
     let uri = format!("spiffe://test/node/{}", shared.node_id);
     request.params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
@@ -372,7 +378,7 @@ fn certify(shared: &Shared, csr_pem: &str) -> EnrollAnswer {
     request.params.use_authority_key_identifier_extension = true;
     let at = |time: chrono::DateTime<Utc>| time::OffsetDateTime::from_unix_timestamp(time.timestamp()).unwrap();
     let not_after = Utc::now() + life;
-    request.params.not_before = at(Utc::now());
+    request.params.not_before = at(Utc::now() - backdated_by);
     request.params.not_after = at(not_after);
     EnrollAnswer {
         certificate_pem: request.signed_by(&shared.issuer).unwrap().pem(),
