@@ -10,6 +10,8 @@ pub struct Candidate {
     pub node_id: NodeId,
     pub region_code: String,
     pub gpus_free: u32,
+    /// GPUs that would be free, if no alert of the node's agent prevented new allocations.
+    pub gpus_withheld: u32,
     /// It holds devices for this allocation already: an earlier try got this far.
     pub holds_it: bool,
 }
@@ -21,6 +23,7 @@ impl Candidate {
             node_id: node.id,
             region_code: node.registration.region_code.clone(),
             gpus_free: node.gpus_free(),
+            gpus_withheld: node.gpus_withheld(),
             holds_it: node.holds.contains_key(&allocation_id),
         }
     }
@@ -34,6 +37,14 @@ pub struct Wanted<'a> {
     pub gpu_count: u32,
 }
 
+impl Wanted<'_> {
+    /// Whether it may be placed there at all.
+    fn fits(&self, candidate: &Candidate) -> bool {
+        self.node_id.is_none_or(|node_id| node_id == candidate.node_id)
+            && self.region_code.is_none_or(|region| region == candidate.region_code)
+    }
+}
+
 /// The nodes to ask, in this order: one that holds devices for the allocation already, then the tightest fit, so that large
 /// requests find room later. Equal fits are told apart by `spread`, so that requests that come at once do not all ask the same node.
 #[must_use]
@@ -41,8 +52,7 @@ pub fn order(candidates: &[Candidate], wanted: &Wanted<'_>, spread: u128) -> Vec
     let mut fitting: Vec<_> = candidates
         .iter()
         .filter(|candidate| candidate.holds_it || candidate.gpus_free >= wanted.gpu_count)
-        .filter(|candidate| wanted.node_id.is_none_or(|node_id| node_id == candidate.node_id))
-        .filter(|candidate| wanted.region_code.is_none_or(|region| region == candidate.region_code))
+        .filter(|candidate| wanted.fits(candidate))
         .collect();
     fitting.sort_by_key(|candidate| {
         (!candidate.holds_it, candidate.gpus_free, candidate.node_id.0.as_u128().wrapping_mul(spread | 1))
@@ -50,9 +60,21 @@ pub fn order(candidates: &[Candidate], wanted: &Wanted<'_>, spread: u128) -> Vec
     fitting.into_iter().map(|candidate| candidate.node_id).collect()
 }
 
-/// What could be had instead, in a sentence for the user.
+/// What could be had instead, in a sentence for the user, and what a fault withholds, in another.
 #[must_use]
 pub fn suggestion(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
+    let withheld: u32 = candidates.iter().filter(|it| wanted.fits(it)).map(|it| it.gpus_withheld).sum();
+    let instead = instead(candidates, wanted);
+    match withheld {
+        0 => instead,
+        1 => format!("{instead} 1 GPU would be free, but a health alert of its node prevents new allocations."),
+        more => {
+            format!("{instead} {more} GPUs would be free, but health alerts of their nodes prevent new allocations.")
+        }
+    }
+}
+
+fn instead(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
     let most = |here: &dyn Fn(&&Candidate) -> bool| {
         candidates.iter().filter(here).max_by_key(|candidate| candidate.gpus_free).filter(|best| best.gpus_free > 0)
     };
@@ -70,7 +92,7 @@ pub fn suggestion(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
             "The largest block of free GPUs of this SKU is {}, in region {}; ask for fewer, or wait with queue_seconds.",
             best.gpus_free, best.region_code
         ),
-        None => "All GPUs of this SKU are taken; wait with queue_seconds, or try again later.".to_owned(),
+        None => "No GPU of this SKU is free; wait with queue_seconds, or try again later.".to_owned(),
     }
 }
 
@@ -82,7 +104,13 @@ mod tests {
     use uuid::Uuid;
 
     fn node(n: u128, region: &str, free: u32) -> Candidate {
-        Candidate { node_id: NodeId(Uuid::from_u128(n)), region_code: region.into(), gpus_free: free, holds_it: false }
+        Candidate {
+            node_id: NodeId(Uuid::from_u128(n)),
+            region_code: region.into(),
+            gpus_free: free,
+            gpus_withheld: 0,
+            holds_it: false,
+        }
     }
 
     fn wanted(gpu_count: u32) -> Wanted<'static> {
@@ -115,6 +143,29 @@ mod tests {
         let candidates = [node(1, "a", 1), node(2, "b", 8)];
         let here = Wanted { region_code: Some("a"), ..wanted(4) };
         assert!(suggestion(&candidates, &here).contains("Region b"));
+    }
+
+    #[test]
+    fn refusal_names_the_gpus_that_health_alerts_withhold() {
+        let withheld = |n, region, gpus| Candidate { gpus_withheld: gpus, ..node(n, region, 0) };
+        let alone = [withheld(1, "a", 1)];
+        assert_eq!(
+            suggestion(&alone, &wanted(1)),
+            "No GPU of this SKU is free; wait with queue_seconds, or try again later. 1 GPU would be free, but a health alert of its \
+             node prevents new allocations."
+        );
+        let among = [withheld(1, "a", 4), node(2, "a", 2), withheld(3, "b", 3)];
+        let text = suggestion(&among, &wanted(4));
+        assert!(text.starts_with("The largest block of free GPUs of this SKU is 2, in region a;"), "{text}");
+        assert!(
+            text.ends_with("7 GPUs would be free, but health alerts of their nodes prevent new allocations."),
+            "{text}"
+        );
+        // Of what was not asked for, nothing is said.
+        let here = Wanted { region_code: Some("b"), ..wanted(4) };
+        assert!(suggestion(&among, &here).contains(" 3 GPUs would be free"), "{}", suggestion(&among, &here));
+        let named = Wanted { node_id: Some(among[1].node_id), ..wanted(4) };
+        assert!(!suggestion(&among, &named).contains("would be free"), "{}", suggestion(&among, &named));
     }
 
     proptest! {

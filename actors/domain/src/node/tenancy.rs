@@ -227,17 +227,27 @@ impl Node {
     /// Why it takes no new allocation, where it does not.
     #[must_use]
     pub fn not_schedulable(&self) -> Option<String> {
+        self.unfit().or_else(|| self.withheld_by_alert()).or_else(|| self.occupied())
+    }
+
+    /// Why it is no machine to place on, whoever is on it.
+    fn unfit(&self) -> Option<String> {
         if self.life != Life::Active {
             return Some(format!("it is {}", self.life.name()));
         }
-        if let Some(why) = self.mismatch() {
-            return Some(why);
-        }
-        if let Some(alert) = self.health.alerts.iter().find(|alert| Health::is_of_class(alert, PREVENT_ALLOCATION)) {
-            let text = |field: &str| alert.get(field).and_then(Value::as_str).unwrap_or_default();
-            let (probe, target, message) = (text("probe_id"), text("target"), text("message"));
-            return Some(format!("an alert of its agent prevents new allocations: {probe} on {target}: {message}"));
-        }
+        self.mismatch()
+    }
+
+    /// The alert that keeps new tenants from it.
+    fn withheld_by_alert(&self) -> Option<String> {
+        let alert = self.health.alerts.iter().find(|alert| Health::is_of_class(alert, PREVENT_ALLOCATION))?;
+        let text = |field: &str| alert.get(field).and_then(Value::as_str).unwrap_or_default();
+        let (probe, target, message) = (text("probe_id"), text("target"), text("message"));
+        Some(format!("an alert of its agent prevents new allocations: {probe} on {target}: {message}"))
+    }
+
+    /// Why nobody can join who is on it, or was.
+    fn occupied(&self) -> Option<String> {
         let unproven = self
             .holds
             .iter()
@@ -257,6 +267,15 @@ impl Node {
     #[must_use]
     pub fn gpus_free(&self) -> u32 {
         if self.not_schedulable().is_some() {
+            return 0;
+        }
+        u32::try_from(self.free_devices().count()).unwrap_or(0)
+    }
+
+    /// How many GPUs a new allocation could get, if no alert of the node's agent prevented it.
+    #[must_use]
+    pub fn gpus_withheld(&self) -> u32 {
+        if self.withheld_by_alert().is_none() || self.unfit().is_some() || self.occupied().is_some() {
             return 0;
         }
         u32::try_from(self.free_devices().count()).unwrap_or(0)

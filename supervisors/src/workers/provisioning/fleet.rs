@@ -44,6 +44,7 @@ struct Sight {
 struct Room {
     region_code: String,
     gpus_free: u32,
+    gpus_withheld: u32,
     holders: BTreeSet<AllocationId>,
 }
 
@@ -97,6 +98,7 @@ impl Seen {
                 Some(body) => serde_json::from_str::<Node>(&body).ok().map(|node| Room {
                     region_code: node.registration.region_code.clone(),
                     gpus_free: node.gpus_free(),
+                    gpus_withheld: node.gpus_withheld(),
                     holders: node.holds.keys().copied().collect(),
                 }),
                 None => before.remove(&node).and_then(|sight| sight.room),
@@ -111,6 +113,7 @@ impl Seen {
                 node_id: *node,
                 region_code: room.region_code.clone(),
                 gpus_free: room.gpus_free,
+                gpus_withheld: room.gpus_withheld,
                 holds_it: room.holders.contains(&allocation),
             })
         };

@@ -75,6 +75,24 @@ fn what_a_clean_up_left_is_said_where_it_is_said_that_the_node_takes_nobody() {
 }
 
 #[test]
+fn gpus_are_withheld_where_an_alert_alone_keeps_tenants_from_them() {
+    let alert = serde_json::json!({ "probe_id": "xid", "target": "GPU-1", "classifications": ["prevent_allocation"] });
+    let alarmed = || Command::Heartbeat {
+        serial: SERIAL.into(),
+        seen: seen("boot-1"),
+        inventory: Box::new(inventory(GPUS)),
+        health: Box::new(Health { status: HealthStatus::Warning, alerts: vec![alert.clone()] }),
+    };
+    let counts = |story: &Story| (story.node.gpus_free(), story.node.gpus_withheld());
+    let ready = node().active().ready();
+    assert_eq!(counts(&ready), (GPUS - 1, 0));
+    assert_eq!(counts(&ready.agent(alarmed())), (0, GPUS - 1));
+    // Without the alert it would take nobody either.
+    let unproven = node().active().releasing().reports(Verdict::Succeeded { proof: None });
+    assert_eq!(counts(&unproven.agent(alarmed())), (0, 0));
+}
+
+#[test]
 fn a_node_with_an_unproven_clean_up_gets_every_task_but_provision() {
     let two = node().active().ready();
     let deadline_at = two.now + TimeDelta::seconds(600);
