@@ -16,13 +16,13 @@
 use crate::ask::{Answer, Answered, AskError, Asked};
 use crate::ports::{StoreError, Term};
 use domain::authz::authorize;
-use domain::commit::{ClaimChange, CommandRecord, Done, REFUSED, Snapshot, Timer};
+use domain::commit::{CommandRecord, Done, REFUSED, SetChange, Snapshot, Timer};
 use domain::machine::{Command as _, Refused, Trace};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
 use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Kind, Machine, Outcome, Step, Timestamp};
 use std::any::Any;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use uuid::Uuid;
@@ -405,7 +405,8 @@ impl<M: Machine> Shell<M> {
             from_state: self.state.as_deref().map(Machine::state),
             to_state: next.state(),
             keys: next.keys(),
-            claims: claim_change(self.state.as_deref(), next),
+            claims: change_of(M::claims, self.state.as_deref(), next),
+            terms: change_of(M::terms, self.state.as_deref(), next),
             timer: timer_of(next),
             at: ctx.now,
             command_name: ask.command.name(),
@@ -551,10 +552,10 @@ fn snapshot_of<M: Machine>(next: &M) -> Result<String, Unwritable> {
     if bytes > most { Err(Unwritable::TooLarge { kind: M::KIND, bytes, most }) } else { Ok(snapshot) }
 }
 
-/// The names that the entity claims from this transition on, and those that it gives up.
-fn claim_change<M: Machine>(before: Option<&M>, next: &M) -> ClaimChange {
-    let (had, has) = (before.map(Machine::claims).unwrap_or_default(), next.claims());
-    ClaimChange { added: has.difference(&had).cloned().collect(), dropped: had.difference(&has).cloned().collect() }
+/// What the entity has from this transition on of such a set, and what it gives up.
+fn change_of<M: Machine>(of: impl Fn(&M) -> BTreeSet<String>, before: Option<&M>, next: &M) -> SetChange {
+    let (had, has) = (before.map(&of).unwrap_or_default(), of(next));
+    SetChange { added: has.difference(&had).cloned().collect(), dropped: had.difference(&has).cloned().collect() }
 }
 
 /// The row of the deadline index. Something overdue that time alone does not move is kept there to be seen, and not woken.

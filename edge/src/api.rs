@@ -159,6 +159,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Get       "/api/v1/allocations"                              => allocation::list;
         User   PostKeyed "/api/v1/allocations"                              => allocation::create, InsufficientBalance, InsufficientCapacity, ConcurrencyLimitExceeded;
         User   Get       "/api/v1/allocations/{id}"                         => allocation::get, NotFound;
+        User   Patch     "/api/v1/allocations/{id}"                         => allocation::revise, NotFound, StateConflict;
         User   Get       "/api/v1/allocations/{id}/events"                  => allocation::events, NotFound;
         User   PostOnce  "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
         User   Put       "/api/v1/allocations/{id}/ssh-keys"                => allocation::choose_ssh_keys, NotFound, StateConflict;

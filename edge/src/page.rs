@@ -25,6 +25,9 @@ pub const MAX_LIMIT: u32 = 200;
 /// The items of a page whose size was not asked for.
 pub const DEFAULT_LIMIT: u32 = 50;
 
+/// The parameter that may be given several times: all of its values hold, as if they stood in one with commas in between.
+const LABEL: &str = "label";
+
 const VERSION: u8 = 1;
 const TAG_LEN: usize = 16;
 const TOKEN_LEN: usize = 1 + 8 + 16 + TAG_LEN;
@@ -93,13 +96,17 @@ impl<S: Send + Sync, F: DeserializeOwned> FromRequestParts<S> for Listing<F> {
 impl<F: DeserializeOwned> Listing<F> {
     fn parse(query: &str) -> Result<Self, ApiError> {
         let (mut limit, mut page_token) = (None, None);
-        let mut filter = Vec::new();
+        let (mut filter, mut labels) = (Vec::new(), Vec::new());
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let name = plain(key);
             let slot = match &*name {
                 "limit" => &mut limit,
                 "page_token" => &mut page_token,
+                LABEL => {
+                    labels.push(value);
+                    continue;
+                }
                 _ => {
                     filter.push(pair);
                     continue;
@@ -109,6 +116,8 @@ impl<F: DeserializeOwned> Listing<F> {
                 return Err(refuse(&name, "is given twice"));
             }
         }
+        let labels = (!labels.is_empty()).then(|| format!("{LABEL}={}", labels.join(",")));
+        filter.extend(labels.as_deref());
         Ok(Self {
             filter: body::parse_query(&filter.join("&"))?,
             limit: limit.map_or(Ok(DEFAULT_LIMIT), parse_limit)?,

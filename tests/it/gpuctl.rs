@@ -94,6 +94,55 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn allocations_and_nodes_are_named_labelled_and_found_by_command_line() {
+    let mut world = World::start().await;
+    let node = world.node("h100").await;
+    let user = world.logged_in("user").await;
+    let other = rented(&user).await;
+    let named = ["--name", "train 7", "--label", "env=dev", "--label", "example.com/team=ml"];
+    let wanted = ["-o", "json", "-q", "allocations", "create", "--sku", "h100", "--region", REGION];
+    let made = user.run(&[&wanted[..], &named].concat()).await.json();
+    let id = made["id"].as_str().unwrap().to_owned();
+    assert_eq!(
+        (&made["name"], &made["labels"]["env"], &made["state"]),
+        (&json!("train 7"), &json!("dev"), &json!("active"))
+    );
+    let found = async |selector: &[&str]| {
+        let list = ["-o", "json", "allocations", "list"];
+        gpuctl_items(&user.run(&[&list, selector].concat()).await.json())
+    };
+    assert_eq!(found(&["-l", "env=dev", "--label", "example.com/team"]).await, [id.as_str()]);
+    assert_eq!(found(&["--name", "train 7", "--all"]).await, [id.as_str()]);
+    assert_eq!(found(&["--label", "env=prod"]).await, Vec::<String>::new());
+    assert!(user.run(&["allocations", "ls", "-l", "a=b=c"]).await.failed(2).contains("label"));
+    let table = user.run(&["allocations", "ls"]).await.ok();
+    assert!(table.lines().next().unwrap().contains("NAME") && table.contains("train 7"), "{table}");
+
+    let change = ["allocations", "set", "train 7", "--name", "serve", "--label", "env=prod"];
+    let shown = user.run(&[&change[..], &["--remove-label", "example.com/team"]].concat()).await.ok();
+    assert!(shown.contains("serve") && shown.contains("env=prod") && !shown.contains("team"), "{shown}");
+    assert_eq!(found(&["-l", "env=prod"]).await, [id.as_str()]);
+    user.run(&["allocations", "set", &other, "--name", "serve"]).await.ok();
+    assert!(user.run(&["allocations", "show", "serve"]).await.failed(2).contains("fits 2 allocations"));
+    user.run(&["allocations", "set", &other, "--no-name"]).await.ok();
+
+    let admin = world.logged_in("admin").await;
+    let node_id = node.id.to_string();
+    admin.run(&["nodes", "set", &node_id, "--name", "rack 7", "--label", "row=b"]).await.ok();
+    let nodes = admin.run(&["-o", "json", "nodes", "list", "-l", "row", "--name", "rack 7"]).await.json();
+    assert_eq!(gpuctl_items(&nodes), [node_id.as_str()]);
+    assert!(admin.run(&["nodes", "show", "rack 7"]).await.ok().contains("row=b"));
+    assert!(admin.run(&["allocations", "ls", "--name", "serve"]).await.ok().contains(&id));
+    for allocation in [&id, &other] {
+        user.run(&["allocations", "release", allocation]).await.ok();
+    }
+    assert_eq!(user.run(&["-o", "json", "allocations", "show", &id]).await.json()["name"], "serve");
+    user.run(&["allocations", "set", &id, "--name", "late"]).await.failed(6);
+    node.expect_state("active").await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_user_looks_after_their_money_by_command_line() {
     let mut world = World::start().await;
     world.node("h100").await;

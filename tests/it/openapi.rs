@@ -25,7 +25,7 @@ const ROUTES: &[(&str, &[&str])] = &[
     ("/admin/nodes/{id}/quarantine", &["post"]),
     ("/admin/nodes/{id}/release-quarantine", &["post"]),
     ("/allocations", &["get", "post"]),
-    ("/allocations/{id}", &["get"]),
+    ("/allocations/{id}", &["get", "patch"]),
     ("/allocations/{id}/events", &["get"]),
     ("/allocations/{id}/release", &["post"]),
     ("/admin/allocations/{id}/retry-release", &["post"]),

@@ -14,6 +14,7 @@
 
 mod billing;
 mod logins;
+mod revision;
 mod saga;
 #[cfg(test)]
 mod tests;
@@ -26,9 +27,11 @@ use crate::billing_account::Holder;
 use crate::event::Device;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::metadata::{Metadata, MetadataPatch};
 use crate::money::Price;
 use crate::policy::Scopes;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 pub use logins::Logins;
 pub use view::{Failure, StatusEntry};
@@ -54,6 +57,9 @@ pub struct Allocation {
     /// Who may log in, once that is not as it was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub logins: Option<Logins>,
+    /// Its name and labels.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
     #[serde(default)]
     pub refusals: Refusals,
 }
@@ -85,6 +91,9 @@ pub struct Request {
     /// The request as it came in, sealed by the edge (AES-256-GCM envelope, base64). Kept, and never served.
     #[serde(default)]
     pub scheduler_request_enc: Option<String>,
+    /// The allocation's at its beginning; empty once the allocation has it.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
 }
 
 /// What was wrong with its machine.
@@ -172,6 +181,11 @@ pub enum Command {
     Request(Box<Request>),
     Release {
         issue: Option<String>,
+    },
+    /// Its user, or an administrator, changes its name or its labels.
+    Revise {
+        metadata: MetadataPatch,
+        if_version: Option<i64>,
     },
     RetryRelease {
         reason: String,
@@ -263,6 +277,7 @@ impl machine::Command for Command {
         match self {
             Self::Request(_) => "request",
             Self::Release { .. } => "release",
+            Self::Revise { .. } => "revise",
             Self::RetryRelease { .. } => "retry_release",
             Self::ForceRelease { .. } => "force_release",
             Self::Reserved { .. } => "reserved",
@@ -290,6 +305,7 @@ impl machine::Command for Command {
         match self {
             Self::Request(_) => Action::Rent,
             Self::Release { .. } => Action::Release,
+            Self::Revise { .. } => Action::ReviseAllocations,
             Self::ChooseLogins { .. } => Action::KeepKeys,
             Self::RetryRelease { .. } | Self::ForceRelease { .. } => Action::RescueAllocations,
             Self::Reserved { .. }
@@ -336,6 +352,10 @@ pub enum Rejection {
     KeyUnknown { id: SshKeyId },
     #[error("the user's keys have changed since they were read")]
     KeysMoved,
+    #[error("the allocation is at another version than the one in If-Match")]
+    VersionDiffers,
+    #[error("an allocation has at most {max} labels")]
+    TooManyLabels { max: usize },
 }
 
 /// The most GPUs that one allocation may ask for: more than any machine holds.
@@ -346,8 +366,9 @@ pub const LOOK_AGAIN: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
 
 impl Machine for Allocation {
     const KIND: crate::Kind = crate::Kind::Allocation;
-    /// Thirty-two SSH keys, as they were asked for and as they hold, and thirty-two lines of history.
-    const SNAPSHOT_MOST: usize = 128 * 1024;
+    /// Thirty-two SSH keys, as they were asked for and as they hold, thirty-two lines of history, and thirty-two labels, as they were asked
+    /// for and as they are.
+    const SNAPSHOT_MOST: usize = 160 * 1024;
     type Command = Command;
     /// The allocation as it stands after the command.
     type Reply = Box<Self>;
@@ -412,6 +433,10 @@ impl Machine for Allocation {
 
     fn keys(&self) -> Keys {
         Keys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
+    }
+
+    fn terms(&self) -> BTreeSet<String> {
+        self.metadata.terms()
     }
 
     fn tick() -> Command {

@@ -39,7 +39,7 @@ macro_rules! actions {
 
 actions! {
     NodesCreate "nodes.create": "an administrator registered a node";
-    NodesUpdate "nodes.update": "an administrator changed how a node is reached";
+    NodesUpdate "nodes.update": "an administrator changed how a node is reached, or its name or labels";
     NodesIssueEnrollmentToken "nodes.issue_enrollment_token": "a bundle with a fresh token was issued; older ones are void";
     NodesReissueEnrollment "nodes.reissue_enrollment": "a recovery bundle was issued for a node";
     NodesEnroll "nodes.enroll": "an agent enrolled with the issued token";
@@ -64,6 +64,7 @@ actions! {
 
     AllocationsRequest "allocations.request": "a user asked for GPUs";
     AllocationsFail "allocations.fail": "a request was refused or its provisioning failed, with the code";
+    AllocationsUpdate "allocations.update": "the name or the labels of an allocation were changed: name, labels; null is what was removed";
     AllocationsRelease "allocations.release": "an allocation was given back, or cancelled";
     AllocationsFailRelease "allocations.fail_release": "a clean-up attempt failed, with the reason";
     AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";

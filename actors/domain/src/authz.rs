@@ -156,6 +156,8 @@ pub enum Action {
     Rent,
     /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
     Release,
+    /// Name and label what one rents oneself; an administrator anybody's. The machine checks whose it is.
+    ReviseAllocations,
     /// Open terminals on what one rents oneself, and connect to them. A service account opens none. The machine checks whose it is.
     OpenTerminals,
     /// See everybody's terminal sessions, and close them.
@@ -187,7 +189,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -200,6 +202,7 @@ impl Action {
         Self::RotateKeys,
         Self::Rent,
         Self::Release,
+        Self::ReviseAllocations,
         Self::OpenTerminals,
         Self::OperateTerminals,
         Self::ReadRecordings,
@@ -232,7 +235,7 @@ impl Action {
             Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
             Self::AdjustBilling | Self::SettleProcessorEvents => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
-            Self::Rent | Self::Release | Self::Pay | Self::KeepKeys => Rule::AnyRole,
+            Self::Rent | Self::Release | Self::ReviseAllocations | Self::Pay | Self::KeepKeys => Rule::AnyRole,
             Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,

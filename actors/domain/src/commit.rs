@@ -26,7 +26,8 @@ pub struct Commit {
     pub from_state: Option<&'static str>,
     pub to_state: &'static str,
     pub keys: Keys,
-    pub claims: ClaimChange,
+    pub claims: SetChange,
+    pub terms: SetChange,
     /// When the entity wants to be woken, and why it is waiting.
     pub timer: Option<Timer>,
     pub at: Timestamp,
@@ -59,9 +60,10 @@ pub struct Footing {
     pub version: i64,
 }
 
-/// What a transition changes of the names that its entity alone may have ([`Machine::claims`](crate::Machine::claims)).
+/// What a transition changes of its entity's claims ([`Machine::claims`](crate::Machine::claims)) or terms
+/// ([`Machine::terms`](crate::Machine::terms)).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClaimChange {
+pub struct SetChange {
     pub added: Vec<String>,
     pub dropped: Vec<String>,
 }

@@ -24,6 +24,7 @@ pub mod invariant;
 pub mod key_set;
 pub mod ledger;
 pub mod machine;
+pub mod metadata;
 pub mod money;
 pub mod node;
 pub mod notification;

@@ -83,6 +83,11 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
         BTreeSet::new()
     }
 
+    /// What lists find it by that changes in its life, as its labels. Others may have the same; each commit keeps the index of them.
+    fn terms(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
+
     /// The command that makes the machine look at its whole state and emit what is missing.
     fn tick() -> Self::Command;
 }

@@ -35,6 +35,7 @@ use crate::authz::Action;
 use crate::event::{Device, Event};
 use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::metadata::{Metadata, MetadataPatch};
 use crate::recording::Terms;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
@@ -99,6 +100,9 @@ pub struct Registration {
     pub region_code: String,
     pub gpus_total: u32,
     pub onboarding_mode: OnboardingMode,
+    /// Its name and labels.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
 }
 
 /// What the catalog promises of the node's SKU, as it was when the node was registered.
@@ -206,6 +210,8 @@ pub enum Command {
         /// Of the new address, where one was asked for.
         #[serde(default)]
         probe: Option<Probe>,
+        #[serde(default, skip_serializing_if = "MetadataPatch::is_empty")]
+        metadata: MetadataPatch,
         if_version: Option<i64>,
     },
     IssueToken {
@@ -449,6 +455,8 @@ pub enum Rejection {
     RegionNotAllowed { region_code: String },
     #[error("the node is at another version than the one in If-Match")]
     VersionDiffers,
+    #[error("a node has at most {max} labels")]
+    TooManyLabels { max: usize },
     #[error("the node is not in order: {why}")]
     NotInOrder { why: String },
 
@@ -517,6 +525,8 @@ pub enum TokenCause {
 
 impl Machine for Node {
     const KIND: Kind = Kind::Node;
+    /// As much as another machine, and thirty-two labels.
+    const SNAPSHOT_MOST: usize = 80 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -607,6 +617,10 @@ impl Machine for Node {
         self.claimed_gpus.iter().map(|uuid| claims::claim_of(uuid)).collect()
     }
 
+    fn terms(&self) -> BTreeSet<String> {
+        self.registration.metadata.terms()
+    }
+
     fn tick() -> Command {
         Command::Tick
     }
@@ -616,8 +630,8 @@ impl Node {
     fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         match command {
             Command::Register { .. } => Err(Rejection::Exists),
-            Command::Revise { host, port, ssh_username, probe, if_version } => {
-                self.revise((host, port, ssh_username), probe, if_version, ctx)
+            Command::Revise { host, port, ssh_username, probe, metadata, if_version } => {
+                self.revise((host, port, ssh_username), probe, metadata, if_version, ctx)
             }
             Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
                 self.issue_token(token_id, token_sha256, ttl_seconds, ctx)

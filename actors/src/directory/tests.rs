@@ -43,6 +43,7 @@ pub(crate) fn request() -> domain::allocation::Request {
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,
         scheduler_request_enc: None,
+        metadata: domain::metadata::Metadata::default(),
     }
 }
 

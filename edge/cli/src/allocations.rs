@@ -4,6 +4,7 @@ use crate::api::{Api, Query};
 use crate::confirm::Confirm;
 use crate::events::Transitions;
 use crate::failure::{Ended, Failure};
+use crate::labels::{Change, Metadata, Selector, with_names};
 use crate::out::{Column, say_always};
 use crate::progress::Progress;
 use crate::reference::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
@@ -35,6 +36,9 @@ pub(crate) enum Command {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Changes an allocation's name or labels.
+    #[command(visible_alias = "update")]
+    Set(Set),
     /// Chooses the keys that open an allocation, in place of those that do.
     SshKeys {
         #[arg(add = complete::of(&ALLOCATION))]
@@ -75,6 +79,15 @@ pub(crate) struct Order {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("changes").args(Change::IDS).required(true).multiple(true)))]
+pub(crate) struct Set {
+    #[arg(add = complete::of(&ALLOCATION))]
+    allocation: Ref,
+    #[command(flatten)]
+    change: Change,
+}
+
+#[derive(Debug, clap::Args)]
 pub(crate) struct Create {
     /// What kind of machine: `gpuctl skus list` shows them.
     #[arg(long, add = complete::sku_names())]
@@ -97,6 +110,8 @@ pub(crate) struct Create {
     /// Wait in line for so long where there is no capacity (`90s`, `10m`).
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
     queue: Option<Duration>,
+    #[command(flatten)]
+    metadata: Metadata,
     #[command(flatten)]
     wait: Wait,
 }
@@ -125,6 +140,8 @@ pub(crate) struct List {
     /// Administrators: those of this user.
     #[arg(long, value_name = "ID")]
     user: Option<String>,
+    #[command(flatten)]
+    selector: Selector,
     /// At most so many, the newest.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
@@ -140,8 +157,10 @@ const IN_A_LIST: [Column; 7] = [
     ("WHY", "/state_reason"),
 ];
 
-const ALONE: [Column; 25] = [
+const ALONE: [Column; 27] = [
     ("id", "/id"),
+    ("name", "/name"),
+    ("labels", "/labels"),
     ("state", "/state"),
     ("why", "/state_reason"),
     ("failed in", "/failure/phase"),
@@ -188,6 +207,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Release { allocation, issue, wait } => {
             release(reference::allocation(&allocation, api).await?, issue, &wait, api).await
         }
+        Command::Set(set) => {
+            let id = reference::allocation(&set.allocation, api).await?;
+            api.out.show(&api.patch(&path(id), &Value::Object(set.change.patch()?)).await?, &ALONE)
+        }
         Command::SshKeys { allocation, ssh_keys, default } => {
             let id = reference::allocation(&allocation, api).await?;
             let chosen = ids(&ssh_keys, &SSH_KEY, api).await?;
@@ -224,11 +247,13 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
     query.extend(which.state.map(|state| ("state", state)));
     query.extend(which.sku.map(|sku| ("sku", sku)));
     query.extend(which.user.map(|user| ("user_id", user)));
+    which.selector.add_to(&mut query);
     let page = match every {
         true => api.list(ALLOCATION.path, &query, READ).await?,
         false => reference::live_allocations(&query, READ, api).await?,
     };
-    api.out.list(&newest(&page, which.limit.into()), &IN_A_LIST)
+    let newest = newest(&page, which.limit.into());
+    api.out.list(&newest, &with_names(&IN_A_LIST, &newest))
 }
 
 /// The newest of them, the newest first. `next_page` is where those begin that were not read.
@@ -259,6 +284,7 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
             body[name] = value;
         }
     }
+    wanted.metadata.add_to(&mut body)?;
     let made = api.post("/api/v1/allocations", &body).await?;
     let id = id_of(&made)?;
     if wanted.wait.no_wait {

@@ -42,6 +42,7 @@ mod events;
 mod failure;
 mod file;
 mod keys;
+mod labels;
 mod login;
 mod money;
 mod nodes;

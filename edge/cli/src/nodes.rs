@@ -6,6 +6,7 @@ use crate::api::{Api, Query};
 use crate::complete;
 use crate::confirm::Confirm;
 use crate::failure::Failure;
+use crate::labels::{Change, Selector, with_names};
 use crate::out::Column;
 use crate::reference::{Kind, NODE, Ref};
 use clap::ValueEnum;
@@ -23,6 +24,8 @@ pub(crate) enum Command {
         /// Those of this SKU.
         #[arg(long, add = complete::sku_names())]
         sku: Option<String>,
+        #[command(flatten)]
+        selector: Selector,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
@@ -34,7 +37,8 @@ pub(crate) enum Command {
     },
     /// Makes a machine known; its agent is installed with `script` or `token`.
     Create(onboarding::Create),
-    /// Changes its address or the operator's login on it.
+    /// Changes its name, its labels, its address or the operator's login on it.
+    #[command(visible_alias = "set")]
     Update(Update),
     /// Issues an enrollment token in a bootstrap bundle. Earlier tokens of the node end.
     Token(onboarding::Token),
@@ -100,11 +104,12 @@ pub(crate) struct Order {
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
+#[command(group(clap::ArgGroup::new("changes").args(Change::IDS).args(["host", "port", "ssh_user"]).required(true).multiple(true)))]
 pub(crate) struct Update {
     #[arg(add = complete::of(&NODE))]
     node: Ref,
     /// Its new address: a name or an IP address.
-    #[arg(long, required_unless_present_any = ["port", "ssh_user"])]
+    #[arg(long)]
     host: Option<String>,
     /// The port of its SSH server.
     #[arg(long)]
@@ -112,6 +117,8 @@ pub(crate) struct Update {
     /// The operator's login on it.
     #[arg(long, value_name = "NAME")]
     ssh_user: Option<String>,
+    #[command(flatten)]
+    change: Change,
 }
 
 /// The tasks that an operator may order.
@@ -167,8 +174,10 @@ const IN_A_LIST: [Column; 8] = [
     ("TAKES NOBODY BECAUSE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 18] = [
+const ALONE: [Column; 20] = [
     ("id", "/id"),
+    ("name", "/name"),
+    ("labels", "/labels"),
     ("host", "/host"),
     ("port", "/port"),
     ("state", "/state"),
@@ -217,11 +226,13 @@ async fn node_id(node: &Ref, api: &Api) -> Result<Uuid, Failure> {
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { state, sku, limit } => {
+        Command::List { state, sku, selector, limit } => {
             let mut query: Query<'_> = Vec::new();
             query.extend(state.map(|state| ("state", state)));
             query.extend(sku.map(|sku| ("sku", sku)));
-            api.out.list(&api.list(NODE.path, &query, limit.into()).await?, &IN_A_LIST)
+            selector.add_to(&mut query);
+            let page = api.list(NODE.path, &query, limit.into()).await?;
+            api.out.list(&page, &with_names(&IN_A_LIST, &page))
         }
         Command::Show { node } => api.out.show(&api.get(&path(node_id(&node, api).await?), &[]).await?, &ALONE),
         Command::Create(wanted) => onboarding::create(wanted, api).await,
@@ -264,8 +275,9 @@ async fn update(change: Update, api: &Api) -> Result<(), Failure> {
         ("port", change.port.map(Value::from)),
         ("ssh_username", change.ssh_user.map(Value::from)),
     ];
-    let body: Value = given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
-    api.out.show(&api.patch(&path(node_id(&change.node, api).await?), &body).await?, &ALONE)
+    let mut body = change.change.patch()?;
+    body.extend(given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))));
+    api.out.show(&api.patch(&path(node_id(&change.node, api).await?), &Value::Object(body)).await?, &ALONE)
 }
 
 async fn tasks(node: &Ref, api: &Api) -> Result<(), Failure> {

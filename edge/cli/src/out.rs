@@ -116,7 +116,8 @@ pub(crate) fn tabled(items: &[Value], columns: &[Column]) -> String {
 pub(crate) fn described(it: &Value, lines: &[Column]) -> String {
     let it = with_amounts(it);
     let mut table = plain_table();
-    for (title, path) in lines.iter().filter(|(_, path)| it.pointer(path).is_some_and(|value| !value.is_null())) {
+    let is_there = |value: &Value| !value.is_null() && value.as_object().is_none_or(|fields| !fields.is_empty());
+    for (title, path) in lines.iter().filter(|(_, path)| it.pointer(path).is_some_and(is_there)) {
         table.add_row([(*title).to_owned(), at(&it, path)]);
     }
     printed(table)

@@ -150,8 +150,10 @@ impl Ref {
         if let Ok(id) = self.0.parse() {
             return Ok(id);
         }
-        let named: Vec<&Value> = items.iter().filter(|item| self.names(kind, item)).collect();
-        let found = if named.is_empty() { items.iter().filter(|item| self.begins(item)).collect() } else { named };
+        // Users choose names, and administrators act on everybody's allocations: one that is called as another's id begins is no better
+        // than that other.
+        let fits = |item: &&Value| self.names(kind, item) || self.begins(item);
+        let found: Vec<&Value> = items.iter().filter(fits).collect();
         match found[..] {
             [] => Err(self.unknown(kind)),
             [one] => id_of(one, kind),
@@ -276,7 +278,6 @@ mod tests {
             assert_eq!(found(text).unwrap(), id, "{text}");
         }
         assert_eq!(found("0299").unwrap(), "0299f000-0000-7000-8000-00000000000c");
-        assert_eq!(found("0198").unwrap(), "0299f000-0000-7000-8000-00000000000c", "a name goes before a prefix");
         let unlisted = "0300f000-0000-7000-8000-00000000000d";
         assert_eq!(found(unlisted).unwrap(), unlisted, "the server says whether a whole id exists");
     }
@@ -288,6 +289,25 @@ mod tests {
         for part in ["fits 2 nodes", "00000000000a (gpu-1.example active)", "00000000000b (gpu-2.example offline)"] {
             assert!(failure.message.contains(part), "{failure}");
         }
+    }
+
+    #[test]
+    fn name_that_is_the_beginning_of_another_id_is_ambiguous() {
+        let failure = found("0198").unwrap_err();
+        assert_eq!(failure.ended, Ended::Usage);
+        assert!(failure.message.contains("fits 3 nodes"), "{failure}");
+    }
+
+    #[test]
+    fn name_finds_what_has_it_alone_and_is_ambiguous_where_two_have_it() {
+        let named = |id: &str, name: &str| json!({ "id": id, "name": name, "sku": "h100", "state": "active" });
+        let ids = ["0198f000-0000-7000-8000-00000000000a", "0198f000-0000-7000-8000-00000000000b"];
+        let found = |text: &str, second: &str| {
+            text.parse::<Ref>().unwrap().among(&ALLOCATION, &[named(ids[0], "train"), named(ids[1], second)])
+        };
+        assert_eq!(found("train", "serve").unwrap().to_string(), ids[0]);
+        assert_eq!(found("train", "train").unwrap_err().ended, Ended::Usage);
+        assert_eq!(found(ids[1], "train").unwrap().to_string(), ids[1]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! the commands in their place. The test compares the table with the API's description.
 
 /// A route as the API describes it, and a command that calls it. Words in capitals stand for values.
-pub(crate) const COMMANDS: [(&str, &str); 108] = [
+pub(crate) const COMMANDS: [(&str, &str); 109] = [
     ("GET /api/v1/me", "whoami"),
     ("GET /api/v1/capacity", "capacity"),
     ("GET /api/v1/skus", "skus list"),
@@ -38,6 +38,7 @@ pub(crate) const COMMANDS: [(&str, &str); 108] = [
     ("GET /api/v1/allocations", "allocations list"),
     ("POST /api/v1/allocations", "allocations create --sku SKU"),
     ("GET /api/v1/allocations/{id}", "allocations show ALLOCATION"),
+    ("PATCH /api/v1/allocations/{id}", "allocations set ALLOCATION --name NAME"),
     ("GET /api/v1/allocations/{id}/events", "allocations events ALLOCATION --follow"),
     ("POST /api/v1/allocations/{id}/release", "allocations release ALLOCATION"),
     ("PUT /api/v1/allocations/{id}/ssh-keys", "allocations ssh-keys ALLOCATION --default"),

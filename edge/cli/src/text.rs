@@ -17,7 +17,7 @@ pub(crate) fn plain(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// A value in a cell of a table: texts as they are, instants to the second, nothing as `-`.
+/// A value in a cell of a table: texts as they are, labels as `key=value`, instants to the second, nothing as `-`.
 pub(crate) fn cell(value: &Value) -> String {
     let text = match value {
         Value::Null => "-".to_owned(),
@@ -28,6 +28,11 @@ pub(crate) fn cell(value: &Value) -> String {
         Value::Array(items) if items.iter().all(|item| !item.is_object()) => {
             items.iter().map(cell).collect::<Vec<_>>().join(", ")
         }
+        Value::Object(fields) if fields.values().all(Value::is_string) => fields
+            .iter()
+            .map(|(name, field)| format!("{}={}", plain(name), plain(field.as_str().unwrap_or_default())))
+            .collect::<Vec<_>>()
+            .join(", "),
         Value::Number(_) | Value::Array(_) | Value::Object(_) => plain(&value.to_string()),
     };
     match text.char_indices().nth(LONGEST) {
@@ -56,6 +61,11 @@ mod tests {
         assert_eq!(shown(json!("")), "-");
         assert_eq!(shown(json!(true)), "yes");
         assert_eq!(shown(json!(["eu-1", "eu-2"])), "eu-1, eu-2");
+        assert_eq!(
+            shown(json!({ "env": "dev", "gpu": "", "x\u{1b}": "\u{202e}" })),
+            "env=dev, gpu=, x\u{fffd}=\u{fffd}"
+        );
+        assert_eq!(shown(json!({})), "-");
         assert_eq!(shown(json!("2026-11-22T01:02:03.456789Z")), "2026-11-22 01:02:03Z");
         assert_eq!(shown(json!("a\u{1b}]0;owned\u{7}\r\nb\u{202e}")), "a\u{fffd}]0;owned\u{fffd}\u{fffd} b\u{fffd}");
         assert_eq!(shown(json!("x".repeat(1000))).chars().count(), LONGEST + 1);

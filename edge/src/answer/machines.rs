@@ -36,6 +36,7 @@ impl Explain for node::Rejection {
                 "The node has changed since the version in If-Match; read it again and repeat your change on it.",
             )
             .detail("field", "If-Match"),
+            R::TooManyLabels { max } => too_many_labels("node", max),
             R::NotInOrder { why } => conflict(format!(
                 "The node is not in order: {}. Repair it, wait for its next heartbeat and ask again.",
                 why.trim_end_matches('.')
@@ -93,6 +94,10 @@ impl Explain for allocation::Rejection {
                 "Nobody logs in to an allocation that is {state}; its keys cannot be chosen any more."
             ))
             .detail("state", state),
+            R::WrongState { state, command } if command == "revise" => {
+                conflict(format!("An allocation that is {state} keeps the name and the labels that it had at its end."))
+                    .detail("state", state)
+            }
             R::WrongState { state, command } => {
                 let how = if command == "force_release" { "by force" } else { "by another try" };
                 conflict(format!(
@@ -111,8 +116,17 @@ impl Explain for allocation::Rejection {
                 "ssh_key_ids",
             ),
             R::KeysMoved => conflict("The user's keys change at this moment; ask again."),
+            R::VersionDiffers => conflict(
+                "The allocation has changed since the version in If-Match; read it again and repeat your change on it.",
+            )
+            .detail("field", "If-Match"),
+            R::TooManyLabels { max } => too_many_labels("allocation", max),
         }
     }
+}
+
+fn too_many_labels(what: &str, max: usize) -> ApiError {
+    invalid(format!("The {what} would have more than {max} labels; remove some in the same request."), "labels")
 }
 
 impl Explain for sku::Rejection {

@@ -57,6 +57,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         node::Rejection::GpusDiffer { given: 3, promised: 4 },
         node::Rejection::RegionNotAllowed { region_code: text() },
         node::Rejection::VersionDiffers,
+        node::Rejection::TooManyLabels { max: 32 },
         node::Rejection::NotInOrder { why: "The agent reports critical health.".into() },
         node::Rejection::NotOrdered { task_type: domain::TaskType::AllocationRelease },
         node::Rejection::TooManyTasks { limit: 8 },
@@ -75,6 +76,9 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         allocation::Rejection::WrongState { state: "released".into(), command: "choose_logins".into() },
         allocation::Rejection::KeyUnknown { id: SshKeyId(id) },
         allocation::Rejection::KeysMoved,
+        allocation::Rejection::WrongState { state: "released".into(), command: "revise".into() },
+        allocation::Rejection::VersionDiffers,
+        allocation::Rejection::TooManyLabels { max: 32 },
     ] {
         row(&mut table, "allocation", &rejection.explain());
     }

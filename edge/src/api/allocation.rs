@@ -2,6 +2,7 @@
 
 mod events;
 mod logins;
+mod revision;
 mod view;
 
 use actors::Answered;
@@ -26,9 +27,13 @@ use uuid::Uuid;
 
 pub(super) use events::*;
 pub(super) use logins::*;
+pub(super) use revision::*;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
-use super::field::{Because, ClaimId, GpuCount, QueueSeconds, Reason, RegionCode, SkuRef, set_or_none};
+use super::field::{
+    Because, ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, RegionCode, ResourceName,
+    SkuRef, metadata, set_or_none, terms,
+};
 use super::sku;
 use super::ssh_key::tenant_of;
 use super::stored::{self, Current, current, etag, wait_until};
@@ -63,6 +68,8 @@ pub(super) struct NewAllocation {
     ssh_key_ids: Option<Vec<Uuid>>,
     /// How long to wait for capacity; where it is left out, there is capacity now or an error.
     queue_seconds: Option<QueueSeconds>,
+    name: Option<ResourceName>,
+    labels: Option<Labels>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
@@ -82,6 +89,13 @@ pub(super) struct AllocationFilter {
     sku: Option<SkuRef>,
     /// Whose; anybody's for administrators, your own otherwise.
     user_id: Option<ClaimId>,
+    /// Those of this name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<ResourceName>,
+    /// Those that have this label; given several times, or with commas in between, those that have all of them.
+    #[serde(default, skip_serializing_if = "LabelSelectors::is_empty")]
+    #[param(value_type = Option<Vec<LabelSelector>>, style = Form, explode, max_items = 32)]
+    label: LabelSelectors,
 }
 
 /// Your allocations, oldest first; everybody's for administrators.
@@ -103,7 +117,12 @@ pub(super) async fn list(
         Some(sku) => Some(sku::referred(&services, sku).await?),
         None => None,
     };
-    let filter = ListFilter { owner, state: filter.state.map(|state| state.name().to_owned()), sku };
+    let filter = ListFilter {
+        owner,
+        state: filter.state.map(|state| state.name().to_owned()),
+        sku,
+        terms: terms(filter.name.as_ref(), &filter.label),
+    };
     let rows = stored::list::<Allocation>(&services, &filter, &page).await?;
     let now = services.world.now();
     let ids: Vec<_> = rows.iter().map(|(position, _)| position.id).collect();
@@ -343,6 +362,7 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
         price,
         queue_seconds: new.queue_seconds.map(|seconds| seconds.0),
         scheduler_request_enc: None,
+        metadata: metadata(new.name.as_ref(), new.labels.as_ref()),
     })
 }
 

@@ -86,9 +86,13 @@ macro_rules! numbers {
     )+};
 }
 
-// Below `numbers!`, of which it makes use.
+// Below the macros, of which they make use.
+mod metadata;
 mod money;
 
+pub(crate) use metadata::{
+    LabelChanges, LabelSelector, LabelSelectors, Labels, ResourceName, metadata, metadata_patch, terms,
+};
 pub(crate) use money::{AdjustmentMinor, AmountMinor};
 
 struct Whole {

@@ -9,6 +9,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
+use domain::metadata::Patch;
 use domain::node::{Command, Life, Node, OnboardingMode, Probe, Registration, Rejection, Reply};
 use domain::policy::Key;
 use persistence::read::ListFilter;
@@ -21,7 +22,10 @@ pub(super) use onboarding::*;
 pub(super) use tasks::*;
 
 use super::asking::{Asking, ByAdmin, replayed};
-use super::field::{Because, GpuCount, HostName, LoginName, Port, PublicKeyText, Reason, RegionCode, SkuRef};
+use super::field::{
+    Because, GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText,
+    Reason, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
+};
 use super::sku;
 use super::stored::{self, Stored, etag, find, if_match, wait_until};
 use crate::answer::not_answered;
@@ -57,6 +61,8 @@ pub(super) struct NewNode {
     /// Try to connect to `host` and `port` now.
     #[serde(default)]
     probe: bool,
+    name: Option<ResourceName>,
+    labels: Option<Labels>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
@@ -79,6 +85,14 @@ pub(super) struct NodeChange {
     ssh_username: Option<LoginName>,
     /// Try to connect to the node's address now. Left out: a new `host` or `port` of a node that was probed is probed too.
     probe: Option<bool>,
+    /// Null: the node has no name any more.
+    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[schema(value_type = Option<ResourceName>)]
+    name: Patch<ResourceName>,
+    /// Null: the node has no labels any more.
+    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[schema(value_type = Option<LabelChanges>)]
+    labels: Patch<LabelChanges>,
 }
 
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -98,6 +112,13 @@ pub(super) struct NodeFilter {
     state: Option<StateName>,
     /// A SKU's name or id.
     sku: Option<SkuRef>,
+    /// Those of this name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<ResourceName>,
+    /// Those that have this label; given several times, or with commas in between, those that have all of them.
+    #[serde(default, skip_serializing_if = "LabelSelectors::is_empty")]
+    #[param(value_type = Option<Vec<LabelSelector>>, style = Form, explode, max_items = 32)]
+    label: LabelSelectors,
 }
 
 /// The inventory, oldest first.
@@ -118,7 +139,12 @@ pub(super) async fn list(
         Some(sku) => Some(sku::referred(&services, sku).await?),
         None => None,
     };
-    let filter = ListFilter { owner: None, state: filter.state.map(|state| state.name().to_owned()), sku };
+    let filter = ListFilter {
+        owner: None,
+        state: filter.state.map(|state| state.name().to_owned()),
+        sku,
+        terms: terms(filter.name.as_ref(), &filter.label),
+    };
     let rows = stored::list::<Node>(&services, &filter, &page).await?;
     let now = services.world.now();
     Ok(Json(stored::answer(&page, rows, |stored| NodeView::of(&stored, now))))
@@ -167,6 +193,7 @@ async fn registered(services: &Services, asking: &Asking, new: &NewNode) -> Resu
         region_code: new.region_code.to_string(),
         gpus_total: new.gpus_total.0,
         onboarding_mode,
+        metadata: metadata(new.name.as_ref(), new.labels.as_ref()),
     };
     Ok(Command::Register { registration: Box::new(registration), probe })
 }
@@ -187,7 +214,7 @@ pub(super) async fn get(
     Ok((etag(stored.version), Json(NodeView::of(&stored, services.world.now()))).into_response())
 }
 
-/// Changes how a node is reached.
+/// Changes how a node is reached, its name and its labels.
 #[utoipa::path(
     patch,
     path = "/",
@@ -206,9 +233,11 @@ pub(super) async fn revise(
     headers: HeaderMap,
     body::Json(change): body::Json<NodeChange>,
 ) -> Result<Response, ApiError> {
-    if change.host.is_none() && change.port.is_none() && change.ssh_username.is_none() && change.probe != Some(true) {
+    let metadata = metadata_patch(change.name.clone(), change.labels.clone());
+    let keeps_address = change.host.is_none() && change.port.is_none() && change.ssh_username.is_none();
+    if keeps_address && change.probe != Some(true) && metadata.is_empty() {
         return Err(ApiError::invalid_request(
-            "Nothing is to be changed; give `host`, `port`, `ssh_username` or \"probe\": true.",
+            "Nothing is to be changed; give `host`, `port`, `ssh_username`, `name`, `labels` or \"probe\": true.",
         ));
     }
     let host = change.host.as_deref().map(Host::parse).transpose()?;
@@ -218,6 +247,7 @@ pub(super) async fn revise(
         port: change.port.map(|port| port.0),
         ssh_username: change.ssh_username.as_ref().map(|name| name.to_string()),
         probe,
+        metadata,
         if_version: if_match(&headers)?,
     };
     let answered = asking.ask::<Node>(id, command).await?;

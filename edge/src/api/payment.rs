@@ -101,7 +101,7 @@ async fn payments_of(
     page: &Page,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let state = given.state.map(|state| state.name().to_owned());
-    let filter = ListFilter { owner: Some(holder.to_string()), state, sku: None };
+    let filter = ListFilter { owner: Some(holder.to_string()), state, ..ListFilter::default() };
     let rows = stored::list::<Payment>(services, &filter, page).await?;
     let account = id_of(holder);
     Ok(Json(stored::answer(page, rows, |stored| PaymentView::of(&stored.it, account))))

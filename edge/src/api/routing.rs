@@ -14,6 +14,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
+use super::field::LabelSelector;
 use crate::body::takes_no_query;
 use crate::error::{Code, Envelope};
 use crate::idempotency;
@@ -200,6 +201,8 @@ fn description() -> OpenApi {
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
     // What is inside of another body's text is not found by way of its route.
     components.schemas.insert(allocation::Transition::name().into_owned(), allocation::Transition::schema());
+    // Nor is what a list in a query is of.
+    components.schemas.insert(LabelSelector::name().into_owned(), LabelSelector::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
     components

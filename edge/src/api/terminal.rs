@@ -316,7 +316,8 @@ async fn open_on(
 ) -> Result<Vec<Stored<TerminalSession>>, ApiError> {
     let mut open = BTreeMap::new();
     for state in terminal_session::Phase::LIVE {
-        let own = ListFilter { owner: Some(owner.to_owned()), state: Some(state.to_owned()), sku: None };
+        let (owner, state) = (Some(owner.to_owned()), Some(state.to_owned()));
+        let own = ListFilter { owner, state, ..ListFilter::default() };
         let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
         let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
         let sessions = sessions.filter(|stored| stored.it.allocation_id == allocation);
@@ -390,7 +391,8 @@ pub(super) async fn list(
     let owner = listing.filter.user_id.as_deref().map(str::to_owned);
     let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let state = listing.filter.state.map(|state| state.name().to_owned());
-    let rows = stored::list::<TerminalSession>(&services, &ListFilter { owner, state, sku: None }, &page).await?;
+    let rows = stored::list::<TerminalSession>(&services, &ListFilter { owner, state, ..ListFilter::default() }, &page)
+        .await?;
     Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
 }
 

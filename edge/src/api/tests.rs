@@ -8,6 +8,7 @@ mod contract;
 mod errors;
 mod inputs;
 mod keys;
+mod labels;
 mod nodes;
 mod overview;
 mod payment_page;

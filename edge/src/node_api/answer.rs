@@ -64,6 +64,7 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::GpusDiffer { .. }
         | Rejection::RegionNotAllowed { .. }
         | Rejection::VersionDiffers
+        | Rejection::TooManyLabels { .. }
         | Rejection::NotInOrder { .. }
         | Rejection::NotOrdered { .. }
         | Rejection::TooManyTasks { .. }

@@ -5,7 +5,7 @@ use super::under_way::{Crossing, UnderWay};
 use crate::outbox::OutboxRow;
 use crate::seal::Seals;
 use domain::audit::Audit;
-use domain::commit::{ClaimChange, CommandRecord, Commit, Done, Footing, Outcome};
+use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
 use domain::ledger::Posting;
@@ -239,11 +239,16 @@ impl Batch {
             .bind(self.postings().map(|(_, posting)| posting.reason.as_deref()).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.source.as_ref()?.payment_id.map(|id| id.0)).bind_iter())
             .bind(self.postings().map(|(_, posting)| Some(posting.source.as_ref()?.reference.as_str())).bind_iter())
-            .bind(self.claims(|claims| &claims.added).map(|(ord, _)| ord).bind_iter())
-            .bind(self.claims(|claims| &claims.added).map(|(_, name)| name).bind_iter())
-            .bind(self.claims(|claims| &claims.dropped).map(|(ord, _)| ord).bind_iter())
-            .bind(self.claims(|claims| &claims.dropped).map(|(_, name)| name).bind_iter())
+            .bind(self.listed(|commit| &commit.claims.added).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.listed(|commit| &commit.claims.added).map(|(.., name)| name).bind_iter())
+            .bind(self.listed(|commit| &commit.claims.dropped).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.listed(|commit| &commit.claims.dropped).map(|(.., name)| name).bind_iter())
             .bind(self.each(|job| job.seal.as_deref()).bind_iter())
+            .bind(self.listed(|commit| &commit.terms.added).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.listed(|commit| &commit.terms.added).map(|(.., term)| term).bind_iter())
+            .bind(self.listed(|commit| &commit.terms.dropped).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.listed(|commit| &commit.terms.dropped).map(|(.., term)| term).bind_iter())
+            .bind(self.listed(|commit| &commit.terms.dropped).map(|(_, entity, _)| entity).bind_iter())
             .fetch_all(connection)
             .await
     }
@@ -274,10 +279,11 @@ impl Batch {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.rests_on.iter().map(move |footing| (ord, footing)))
     }
 
-    fn claims(&self, names: impl Fn(&ClaimChange) -> &[String] + Copy) -> impl Iterator<Item = (i64, &str)> {
-        (1..)
-            .zip(&self.jobs)
-            .flat_map(move |(ord, job)| names(&job.commit.claims).iter().map(move |name| (ord, name.as_str())))
+    /// The claims or terms of the transitions, each with its transition's place and entity.
+    fn listed(&self, names: impl Fn(&Commit) -> &[String] + Copy) -> impl Iterator<Item = (i64, Uuid, &str)> {
+        (1..).zip(&self.jobs).flat_map(move |(ord, job)| {
+            names(&job.commit).iter().map(move |name| (ord, job.commit.entity.id, name.as_str()))
+        })
     }
 
     fn postings(&self) -> impl Iterator<Item = (i64, &Posting)> {

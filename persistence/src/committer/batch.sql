@@ -86,6 +86,18 @@ dropped_claim AS (
     DELETE FROM claim USING passed, unnest($61::bigint[], $62::text[]) AS drops (ord, name)
     WHERE claim.name = ANY ($62) AND claim.name = drops.name AND claim.entity = passed.id AND passed.ord = drops.ord
 ),
+term_row AS (
+    INSERT INTO term (entity, term)
+    SELECT passed.id, adds.term
+    FROM unnest($64::bigint[], $65::text[]) AS adds (ord, term)
+    JOIN passed ON passed.ord = adds.ord
+    ON CONFLICT (entity, term) DO NOTHING
+),
+dropped_term AS (
+    DELETE FROM term USING passed, unnest($66::bigint[], $67::text[], $68::uuid[]) AS drops (ord, term, entity)
+    WHERE term.entity = ANY ($68) AND term.entity = drops.entity AND term.term = drops.term
+      AND passed.ord = drops.ord AND passed.id = drops.entity
+),
 history_row AS (
     INSERT INTO history (entity, version, kind, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
                          correlation_id, at)

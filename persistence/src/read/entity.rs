@@ -40,6 +40,8 @@ pub struct ListFilter {
     pub owner: Option<String>,
     pub state: Option<String>,
     pub sku: Option<Uuid>,
+    /// Those that have all of these terms ([`domain::Machine::terms`]).
+    pub terms: Vec<String>,
 }
 
 /// A place in a list of entities: the row after which the page begins.
@@ -183,6 +185,9 @@ impl Reads {
         }
         if let Some(sku) = filter.sku {
             query.push(" AND sku = ").push_bind(sku);
+        }
+        for term in &filter.terms {
+            query.push(" AND id IN (SELECT entity FROM term WHERE term = ").push_bind(term).push(")");
         }
         if let Some(after) = after {
             query

@@ -2,7 +2,7 @@
 
 use crate::postgres::Database;
 use crate::world::{World, at, bare, command, create, event, next};
-use domain::commit::{ClaimChange, Commit, Done, Epoch, Footing, Outcome};
+use domain::commit::{Commit, Done, Epoch, Footing, Outcome, SetChange};
 use domain::id::{EventId, Kind, MemberId, Shard};
 use domain::machine::Keys;
 use persistence::loader::LoadError;
@@ -170,8 +170,8 @@ async fn operator_seals_what_an_older_release_wrote_and_what_they_looked_at_them
     assert!(reads.snapshot(altered).await.is_ok());
 }
 
-fn claims(names: &[&str]) -> ClaimChange {
-    ClaimChange { added: names.iter().map(|name| (*name).to_owned()).collect(), dropped: Vec::new() }
+fn claims(names: &[&str]) -> SetChange {
+    SetChange { added: names.iter().map(|name| (*name).to_owned()).collect(), dropped: Vec::new() }
 }
 
 #[tokio::test]
@@ -185,16 +185,39 @@ async fn name_that_another_entity_claims_is_refused_with_its_holder_until_it_is_
     assert_eq!(world.commit(&second).await, Outcome::Claimed { holders });
     assert_eq!(world.rows().await, before);
     // What an entity has it may claim again, and what it drops is free.
-    let dropped = ClaimChange { added: vec!["gpu/a".to_owned()], dropped: vec!["gpu/b".to_owned()] };
+    let dropped = SetChange { added: vec!["gpu/a".to_owned()], dropped: vec!["gpu/b".to_owned()] };
     assert_eq!(world.commit(&Commit { claims: dropped, ..next(&first) }).await, Outcome::Applied);
     assert_eq!(world.commit(&second).await, Outcome::Applied);
     // Nobody drops another entity's claim.
-    let foreign = ClaimChange { added: Vec::new(), dropped: vec!["gpu/a".to_owned()] };
+    let foreign = SetChange { added: Vec::new(), dropped: vec!["gpu/a".to_owned()] };
     assert_eq!(world.commit(&Commit { claims: foreign, ..next(&second) }).await, Outcome::Applied);
     let held: Vec<(String, Uuid)> =
         sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(world.pool()).await.unwrap();
     let [one, two] = [first.entity.id, second.entity.id];
     assert_eq!(held, [("gpu/a".to_owned(), one), ("gpu/b".to_owned(), two), ("gpu/c".to_owned(), two)]);
+}
+
+#[tokio::test]
+async fn terms_of_an_entity_are_those_that_its_commits_added_and_did_not_drop() {
+    let world = World::new().await;
+    let change = |added: &[&str], dropped: &[&str]| SetChange { dropped: claims(dropped).added, ..claims(added) };
+    let first = Commit { terms: change(&["name/a", "label/env"], &[]), ..create(1) };
+    let second = Commit { terms: change(&["label/env"], &[]), ..create(2) };
+    let outcomes = world.commit_all(&[first.clone(), second.clone()]).await;
+    assert_eq!(outcomes, [Outcome::Applied, Outcome::Applied]);
+    // Of another version: nothing of it is written.
+    let stale = Commit { terms: change(&["name/stale"], &["label/env"]), ..first.clone() };
+    assert_ne!(world.commit(&stale).await, Outcome::Applied);
+    let renamed = Commit { terms: change(&["name/b"], &["name/a", "label/never"]), ..next(&first) };
+    assert_eq!(world.commit(&renamed).await, Outcome::Applied);
+    let again = Commit { terms: change(&["label/env"], &[]), ..next(&second) };
+    assert_eq!(world.commit(&again).await, Outcome::Applied, "what is there already");
+    let terms: Vec<(Uuid, String)> =
+        sqlx::query_as("SELECT entity, term FROM term ORDER BY entity, term").fetch_all(world.pool()).await.unwrap();
+    let expected = [(&first, "label/env"), (&first, "name/b"), (&second, "label/env")];
+    let mut expected = expected.map(|(commit, term)| (commit.entity.id, term.to_owned()));
+    expected.sort();
+    assert_eq!(terms, expected);
 }
 
 #[tokio::test]

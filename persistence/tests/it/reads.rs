@@ -3,7 +3,7 @@
 use crate::world::{World, at, bare, create, event, next};
 use domain::authz::PlatformRole;
 use domain::bindings::{Binding, Bindings};
-use domain::commit::{Commit, Snapshot, Timer};
+use domain::commit::{Commit, SetChange, Snapshot, Timer};
 use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, SkuId};
 use domain::machine::Keys;
 use domain::policy::{Key, Scope, Scopes, Value};
@@ -60,6 +60,44 @@ async fn a_list_is_filtered_by_owner_state_and_sku() {
     // Keys are fixed at creation.
     let row = world.reads().entity(mine.entity).await.unwrap().unwrap();
     assert_eq!((row.owner.as_deref(), row.sku, row.version), (Some("ann"), Some(sku), 2));
+}
+
+#[tokio::test]
+async fn list_of_terms_shows_what_has_all_of_them_page_by_page() {
+    let world = World::new().await;
+    let commits: Vec<Commit> = (0..30)
+        .map(|n| {
+            let added = ["label/env".to_owned(), format!("label/env={}", n % 3), format!("name/it's {n}%")];
+            let terms = SetChange { added: added.into(), dropped: Vec::new() };
+            Commit { at: at(0) + chrono::TimeDelta::milliseconds(i64::from(n)), terms, ..create(n) }
+        })
+        .collect();
+    world.commit_all(&commits).await;
+    let of = |terms: &[&str]| ListFilter {
+        terms: terms.iter().map(|term| (*term).to_owned()).collect(),
+        ..ListFilter::default()
+    };
+    let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
+    loop {
+        let page = world.reads().list(Kind::Sku, &of(&["label/env", "label/env=1"]), after, 4).await.unwrap();
+        ids.extend(page.items.iter().map(|row| row.entity.id));
+        after = page.next;
+        if after.is_none() {
+            break;
+        }
+    }
+    assert_eq!(ids, commits.iter().skip(1).step_by(3).map(|commit| commit.entity.id).collect::<Vec<_>>());
+    for (terms, count) in [
+        (&["name/it's 7%"][..], 1),
+        (&["name/it's 7%", "label/env=1"], 1),
+        (&["name/it's 7%", "label/env=2"], 0),
+        (&["name/%"], 0),
+        (&["label/en_"], 0),
+    ] {
+        let found = world.reads().list(Kind::Sku, &of(terms), None, 50).await.unwrap();
+        assert_eq!(found.items.len(), count, "{terms:?}");
+    }
+    assert_eq!(world.reads().list(Kind::Node, &of(&["label/env"]), None, 50).await.unwrap().items.len(), 0);
 }
 
 #[tokio::test]

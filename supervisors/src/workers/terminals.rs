@@ -57,7 +57,8 @@ async fn live(
 ) -> Result<Vec<TerminalSessionId>, StoreError> {
     let mut live = Vec::new();
     for state in Phase::LIVE {
-        let filter = ListFilter { owner: owner.map(str::to_owned), state: Some(state.to_owned()), sku: None };
+        let filter =
+            ListFilter { owner: owner.map(str::to_owned), state: Some(state.to_owned()), ..ListFilter::default() };
         let mut after: Option<Cursor> = None;
         loop {
             let page = by.reads.list(Kind::TerminalSession, &filter, after, PAGE).await?;

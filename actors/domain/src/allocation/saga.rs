@@ -17,7 +17,7 @@ const FORCED: &str = "forced";
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
 
 impl Allocation {
-    pub(super) fn request(request: Request, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    pub(super) fn request(mut request: Request, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
         if !(1..=MAX_GPUS).contains(&request.gpu_count) {
             return Err(Rejection::GpuCount { max: MAX_GPUS });
         }
@@ -28,6 +28,7 @@ impl Allocation {
             Some(seconds) => TimeDelta::seconds(seconds.into()),
             None => ctx.policy.seconds(Key::AllocationProvisioningTimeout, &scopes, ctx.now),
         };
+        let metadata = std::mem::take(&mut request.metadata).bounded()?;
         let id = AllocationId(ctx.id);
         let requested = Self {
             id,
@@ -41,6 +42,7 @@ impl Allocation {
             fault: None,
             again: None,
             logins: None,
+            metadata,
             refusals: Refusals::default(),
         };
         let phase = requested.phase.clone();
@@ -56,6 +58,7 @@ impl Allocation {
         match command {
             Command::Request(_) => Err(Rejection::Exists),
             Command::Release { issue } => self.release(issue, ctx),
+            Command::Revise { metadata, if_version } => self.revise(metadata, if_version, ctx),
             Command::RetryRelease { reason } => self.retry_release(&reason, ctx),
             Command::ForceRelease { reason } => self.force_release(&reason, ctx),
             Command::Reserved { node_id, placed } => Ok(self.reserved(node_id, placed, ctx)),
@@ -503,7 +506,7 @@ impl Allocation {
         self.clone().step(why)
     }
 
-    fn wrong_state(&self, command: &Command) -> Rejection {
+    pub(super) fn wrong_state(&self, command: &Command) -> Rejection {
         Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
     }
 

@@ -6,6 +6,7 @@ use super::*;
 use crate::authz::{Caller, Principal, Role};
 use crate::event::Event;
 use crate::invariant;
+use crate::metadata::{MAX_LABELS, Patch};
 use crate::policy::{Key, PolicyBook, Scope, Value};
 use chrono::TimeDelta;
 use std::fmt::Write as _;
@@ -92,6 +93,7 @@ fn request() -> Request {
         price: Price::new("EUR", 250).unwrap(),
         queue_seconds: None,
         scheduler_request_enc: Some("sealed".into()),
+        metadata: Metadata::default(),
     }
 }
 
@@ -245,16 +247,28 @@ fn states() -> Vec<(&'static str, Story)> {
     ]
 }
 
+fn labelled(count: usize) -> MetadataPatch {
+    let labels = (0..count).map(|n| (format!("key-{n}"), Some(String::new()))).collect();
+    MetadataPatch { name: Patch::Keep, labels: Patch::Set(labels) }
+}
+
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
     let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into() };
     let remains =
         |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: String::new() };
     let release = || Command::Release { issue: None };
+    let label = |count, if_version| Command::Revise { metadata: labelled(count), if_version };
     vec![
         ("request", ann(), Command::Request(Box::new(request()))),
         ("release by its user", ann(), release()),
         ("release by a stranger", person("bob", Role::User), release()),
         ("release by an admin", admin(), release()),
+        ("revise by its user", ann(), label(1, None)),
+        ("revise by a stranger", person("bob", Role::User), label(1, None)),
+        ("revise by an admin", admin(), label(1, None)),
+        ("revise another version", ann(), label(1, Some(2))),
+        ("revise, too many labels", ann(), label(MAX_LABELS + 1, None)),
+        ("revise, nothing", ann(), label(0, None)),
         ("retry_release", admin(), Command::RetryRelease { reason: "r".into() }),
         ("force_release", admin(), Command::ForceRelease { reason: "r".into() }),
         ("reserved", worker(), Command::Reserved { node_id: NODE, placed: placed() }),

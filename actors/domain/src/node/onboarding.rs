@@ -5,9 +5,10 @@ use crate::audit::{AuditAction, Refusals};
 use crate::event::Event;
 use crate::id::{NodeId, TokenId};
 use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
 use crate::policy::{Key, Scopes};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// By what a node is known.
@@ -90,7 +91,7 @@ impl Identity {
 
 impl Node {
     pub(super) fn register(
-        registration: Registration,
+        mut registration: Registration,
         probe: Option<Probe>,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
@@ -101,6 +102,7 @@ impl Node {
         if !promise.allowed_regions.contains(&registration.region_code) {
             return Err(Rejection::RegionNotAllowed { region_code: registration.region_code });
         }
+        registration.metadata = registration.metadata.bounded()?;
         let node = Self {
             id: NodeId(ctx.id),
             registration,
@@ -137,6 +139,7 @@ impl Node {
         &self,
         (host, port, ssh_username): (Option<String>, Option<u16>, Option<String>),
         probe: Option<Probe>,
+        metadata: MetadataPatch,
         if_version: Option<i64>,
         ctx: &Ctx<'_>,
     ) -> Result<Step<Self>, Rejection> {
@@ -144,20 +147,26 @@ impl Node {
             return Err(Rejection::VersionDiffers);
         }
         if self.life.is_gone() {
-            return Err(self.wrong_state(&Command::Revise { host, port, ssh_username, probe, if_version }));
+            let command = Command::Revise { host, port, ssh_username, probe, metadata, if_version };
+            return Err(self.wrong_state(&command));
         }
         let mut next = self.clone();
         let to = &mut next.registration;
         to.host = host.unwrap_or_else(|| to.host.clone());
         to.port = port.unwrap_or(to.port);
         to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
+        to.metadata = to.metadata.patched(&metadata)?;
         let is_elsewhere = (&to.host, to.port) != (&self.registration.host, self.registration.port);
         // What was found of the old address says nothing of the new one.
         if probe.is_some() || is_elsewhere {
             next.probe = probe;
         }
         let to = &next.registration;
-        let audit = self.audit(AuditAction::NodesUpdate, json!({ "host": to.host, "port": to.port }));
+        let mut changed = json!({ "host": to.host, "port": to.port });
+        if let (Value::Object(changed), Value::Object(patch)) = (&mut changed, json!(metadata)) {
+            changed.extend(patch);
+        }
+        let audit = self.audit(AuditAction::NodesUpdate, changed);
         Ok(next.answered("revised by an administrator").audit(audit))
     }
 
@@ -320,6 +329,12 @@ impl Node {
         let event = next.enter(life, code, message, ctx);
         let audit = self.audit(AuditAction::NodesExpireEnrollment, json!({ "code": code }));
         next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
+    }
+}
+
+impl From<TooManyLabels> for Rejection {
+    fn from(TooManyLabels: TooManyLabels) -> Self {
+        Self::TooManyLabels { max: MAX_LABELS }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::again;
 use crate::authz::{Caller, Principal, Role};
 use crate::invariant;
 use crate::machine::Effect;
+use crate::metadata::{MAX_LABELS, Patch};
 use crate::policy::{Key, PolicyBook, Scope, Value};
 use chrono::TimeDelta;
 use std::fmt::Write as _;
@@ -68,6 +69,7 @@ fn registration() -> Registration {
         region_code: "eu".into(),
         gpus_total: GPUS,
         onboarding_mode: OnboardingMode::Manual,
+        metadata: Metadata::default(),
     }
 }
 
@@ -429,19 +431,36 @@ fn lives() -> Vec<(&'static str, Story)> {
     ]
 }
 
+/// So many labels, and a name.
+fn labelled(count: usize) -> MetadataPatch {
+    let labels = (0..count).map(|n| (format!("key-{n}"), Some(String::new()))).collect();
+    MetadataPatch { name: Patch::Set("name".into()), labels: Patch::Set(labels) }
+}
+
 fn life_commands() -> Vec<(&'static str, Principal, Command)> {
     let revise = |if_version| Command::Revise {
         host: Some("b".into()),
         port: None,
         ssh_username: None,
         probe: None,
+        metadata: MetadataPatch::default(),
         if_version,
+    };
+    let label = |count| Command::Revise {
+        host: None,
+        port: None,
+        ssh_username: None,
+        probe: None,
+        metadata: labelled(count),
+        if_version: None,
     };
     let reason = || "r".to_owned();
     vec![
         ("register", admin(), Command::Register { registration: Box::new(registration()), probe: None }),
         ("revise", admin(), revise(None)),
         ("revise another version", admin(), revise(Some(2))),
+        ("revise its labels", admin(), label(1)),
+        ("revise its labels, too many", admin(), label(MAX_LABELS + 1)),
         ("issue_token", admin(), issue_token()),
         ("reissue", admin(), reissue(false)),
         ("reissue, revoking", admin(), reissue(true)),

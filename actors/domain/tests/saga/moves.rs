@@ -54,6 +54,10 @@ pub(crate) enum Move {
         which: u8,
         how: u8,
     },
+    Label {
+        which: u8,
+        how: u8,
+    },
     Release {
         which: u8,
     },
@@ -130,7 +134,8 @@ impl Move {
         one_of(
             kind,
             &[
-                (28, &|| Self::Deliver { which: a, again: b < 64 }),
+                (26, &|| Self::Deliver { which: a, again: b < 64 }),
+                (2, &|| Self::Label { which: a, how: b }),
                 (15, &|| Self::DeliverAll),
                 (8, &|| Self::Strand { which: a }),
                 (6, &|| Self::Find { which: a }),

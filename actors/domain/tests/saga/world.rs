@@ -9,6 +9,7 @@ use domain::authz::{Caller, Role};
 use domain::billing_account::{self, BillingAccount, Holder};
 use domain::ledger::Posting;
 use domain::machine::{Machine, Timestamp};
+use domain::metadata::{Metadata, MetadataPatch, Patch};
 use domain::money::{Currency, Price};
 use domain::node::{self, HealthStatus, HoldPhase, Life, Node};
 use domain::policy::{Key, PolicyBook, Scope, Value};
@@ -292,6 +293,7 @@ impl World {
             Move::Request { user, gpus, queue, wish } => self.request(user, gpus, queue, wish),
             Move::ChangeKeys { user, how } => self.change_keys(user, how),
             Move::ChooseLogins { which, how } => self.choose_logins(which, how),
+            Move::Label { which, how } => self.label(which, how),
             Move::Release { which } => {
                 if let Some(id) = self.pick_allocation(which, |_| true) {
                     self.release(id);
@@ -382,6 +384,7 @@ impl World {
             price: Price::new("EUR", 100).unwrap(),
             queue_seconds: queue.is_multiple_of(3).then_some(u32::from(queue) / 4),
             scheduler_request_enc: None,
+            metadata: Metadata::default(),
         };
         let command = allocation::Command::Request(Box::new(request));
         self.tell_allocation(id, &person(&user_id, Role::User), command).unwrap();
@@ -422,6 +425,19 @@ impl World {
             Ok(()) | Err(allocation::Rejection::WrongState { .. } | allocation::Rejection::KeysMoved) => {}
             Err(other) => panic!("{other}"),
         }
+    }
+
+    /// A label comes or goes; of the saga nothing changes by it.
+    fn label(&mut self, which: u8, how: u8) {
+        let Some(id) = self.pick_allocation(which, |_| true) else { return };
+        let before = self.allocations[&id].clone();
+        let value = how.is_multiple_of(2).then(|| format!("v{}", how % 8));
+        let labels = Patch::Set([(format!("k{}", how % 3), value)].into());
+        let metadata = MetadataPatch { name: Patch::Keep, labels };
+        let by = person(&before.asked.user_id, Role::User);
+        self.tell_allocation(id, &by, allocation::Command::Revise { metadata, if_version: None }).unwrap();
+        let after = Allocation { metadata: before.metadata.clone(), ..self.allocations[&id].clone() };
+        assert_eq!(after, before, "a label changes nothing else");
     }
 
     pub(crate) fn release(&mut self, id: AllocationId) {
@@ -486,6 +502,7 @@ impl World {
             region_code: "eu".into(),
             gpus_total: GPUS,
             onboarding_mode: node::OnboardingMode::Manual,
+            metadata: Metadata::default(),
         };
         let command = node::Command::Register { registration: Box::new(registration), probe: None };
         self.tell_node(id, &admin(), command).unwrap();

@@ -6,6 +6,7 @@ use domain::authz::{Caller, Grant, PlatformRole};
 use domain::commit::Footing;
 use domain::event::Device;
 use domain::machine::Ctx;
+use domain::metadata::{MetadataPatch, Patch};
 use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
 use domain::node::{NodeTask, Place, Registration, Seen, TaskPhase, TokenCause, Verdict, What, Work};
 use domain::policy::PolicyBook;
@@ -106,6 +107,8 @@ fn of_an_allocation() {
         rent(),
         Command::Release { issue: None },
         Command::Release { issue: Some(text()) },
+        Command::Revise { metadata: revision(), if_version: Some(7) },
+        Command::Revise { metadata: MetadataPatch { name: Patch::Remove, labels: Patch::Remove }, if_version: None },
         Command::RetryRelease { reason: text() },
         Command::ForceRelease { reason: text() },
         reserved,
@@ -129,9 +132,16 @@ fn of_an_allocation() {
         Rejection::QueueSeconds { max: i64::MAX },
         Rejection::KeyUnknown { id: SshKeyId(ALLOCATION) },
         Rejection::KeysMoved,
+        Rejection::VersionDiffers,
+        Rejection::TooManyLabels { max: 32 },
     ];
     let replies = [reply, Box::new(provisioning), Box::new(active), Box::new(releasing)];
     survives::<Allocation>(commands, replies, rejections);
+}
+
+fn revision() -> MetadataPatch {
+    let labels = [("env".to_owned(), Some("dev".to_owned())), ("gone".to_owned(), None)].into();
+    MetadataPatch { name: Patch::Set(text()), labels: Patch::Set(labels) }
 }
 
 fn inventory() -> Inventory {
@@ -166,6 +176,7 @@ fn registration() -> Registration {
         region_code: "eu".into(),
         gpus_total: 1,
         onboarding_mode: OnboardingMode::Manual,
+        metadata: domain::metadata::Metadata::default(),
     }
 }
 
@@ -203,6 +214,7 @@ fn node_commands() -> Vec<node::Command> {
             port: Some(u16::MAX),
             ssh_username: None,
             probe: None,
+            metadata: revision(),
             if_version: Some(i64::MAX),
         },
         Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: Some(60) },
@@ -254,6 +266,7 @@ fn node_rejections() -> Vec<node::Rejection> {
         Rejection::GpusDiffer { given: 1, promised: 2 },
         Rejection::RegionNotAllowed { region_code: text() },
         Rejection::VersionDiffers,
+        Rejection::TooManyLabels { max: 32 },
         Rejection::NotInOrder { why: text() },
         Rejection::CertificateUnknown,
         Rejection::CertificateExpired,

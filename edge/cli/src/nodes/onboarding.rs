@@ -5,6 +5,7 @@ use crate::api::Api;
 use crate::complete;
 use crate::duration;
 use crate::failure::{Ended, Failure};
+use crate::labels::Metadata;
 use crate::reference::{NODE, Ref};
 use crate::ssh_keys::public_key;
 use clap::ValueEnum;
@@ -43,6 +44,8 @@ pub(crate) struct Create {
     /// Do not try its address first.
     #[arg(long)]
     no_probe: bool,
+    #[command(flatten)]
+    metadata: Metadata,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -104,7 +107,7 @@ pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         Onboarding::Manual => "manual",
         Onboarding::Maas => "maas",
     };
-    let body = json!({
+    let mut body = json!({
         "host": wanted.host,
         "port": wanted.port,
         "sku": wanted.sku,
@@ -115,6 +118,7 @@ pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         "onboarding_mode": mode,
         "probe": !wanted.no_probe,
     });
+    wanted.metadata.add_to(&mut body)?;
     let made = api.post(NODE.path, &body).await?;
     api.out.show(&made, &ALONE)?;
     let id = crate::text::cell(&made["id"]);

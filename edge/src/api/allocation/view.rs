@@ -6,15 +6,21 @@ use domain::node::Node;
 use domain::{Machine, Timestamp};
 use persistence::read::Cost;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use crate::api::field::{Labels, ResourceName};
 use crate::api::sku::PriceView;
 
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Allocation)]
 pub(in crate::api) struct AllocationView {
     id: Uuid,
+    #[schema(value_type = Option<ResourceName>)]
+    name: Option<String>,
+    #[schema(value_type = Labels)]
+    labels: BTreeMap<String, String>,
     user_id: String,
     org_id: Option<String>,
     project_id: Option<String>,
@@ -134,6 +140,8 @@ impl AllocationView {
         let device = |device: &domain::event::Device| DeviceView { index: device.index, uuid: device.uuid.clone() };
         Self {
             id: it.id.0,
+            name: it.metadata.name.clone(),
+            labels: it.metadata.labels.clone(),
             user_id: asked.user_id,
             org_id: asked.org_id,
             project_id: asked.project_id,

@@ -5,16 +5,22 @@ use domain::node::{HealthStatus, Node, OnboardingMode};
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::Mode;
+use crate::api::field::{Labels, ResourceName};
 use crate::api::stored::Stored;
 
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Node)]
 pub(in crate::api) struct NodeView {
     id: Uuid,
+    #[schema(value_type = Option<ResourceName>)]
+    name: Option<String>,
+    #[schema(value_type = Labels)]
+    labels: BTreeMap<String, String>,
     host: String,
     port: u16,
     ssh_username: String,
@@ -129,6 +135,8 @@ impl NodeView {
         let deadline = node.deadline();
         Self {
             id: node.id.0,
+            name: registration.metadata.name,
+            labels: registration.metadata.labels,
             host: registration.host,
             port: registration.port,
             ssh_username: registration.ssh_username,

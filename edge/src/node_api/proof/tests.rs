@@ -42,6 +42,7 @@ fn node() -> Node {
         region_code: "eu-1".into(),
         gpus_total: 2,
         onboarding_mode: OnboardingMode::Manual,
+        metadata: domain::metadata::Metadata::default(),
     };
     let admin = Principal::system("test");
     let ctx = Ctx {

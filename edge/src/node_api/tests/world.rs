@@ -287,7 +287,14 @@ impl World {
 
     /// The node as its machine knows it.
     pub(super) async fn node(&self, node_id: Uuid) -> Node {
-        let revise = Command::Revise { host: None, port: None, ssh_username: None, probe: None, if_version: None };
+        let revise = Command::Revise {
+            host: None,
+            port: None,
+            ssh_username: None,
+            probe: None,
+            metadata: domain::metadata::MetadataPatch::default(),
+            if_version: None,
+        };
         match self.admin(node_id, revise).await {
             Reply::Node { node } => *node,
             other => panic!("{other:?}"),
@@ -314,6 +321,7 @@ impl World {
             region_code: "eu-1".into(),
             gpus_total: 2,
             onboarding_mode: OnboardingMode::Manual,
+            metadata: domain::metadata::Metadata::default(),
         };
         self.admin(node_id, Command::Register { registration: Box::new(registration), probe: None }).await;
         node_id

@@ -336,6 +336,7 @@ fn probe_of_the_old_address_goes_with_it() {
         port: None,
         ssh_username: None,
         probe,
+        metadata: MetadataPatch::default(),
         if_version: None,
     };
     let mut story = node();

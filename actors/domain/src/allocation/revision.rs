@@ -1,0 +1,39 @@
+//! The name and the labels of an allocation. They change until it is released: from then on it is a record of what was rented, with the
+//! labels that it had at its end.
+
+use super::{Allocation, Command, Phase, Rejection};
+use crate::audit::AuditAction;
+use crate::machine::{Ctx, Step};
+use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
+use serde_json::json;
+
+impl Allocation {
+    pub(super) fn revise(
+        &self,
+        patch: MetadataPatch,
+        if_version: Option<i64>,
+        ctx: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+            return Err(Rejection::NotFound);
+        }
+        if if_version.is_some_and(|version| version != ctx.version) {
+            return Err(Rejection::VersionDiffers);
+        }
+        if let Phase::Released { .. } = self.phase {
+            return Err(self.wrong_state(&Command::Revise { metadata: patch, if_version }));
+        }
+        let metadata = self.metadata.patched(&patch)?;
+        if metadata == self.metadata {
+            return Ok(self.stay());
+        }
+        let audit = self.audit(AuditAction::AllocationsUpdate, json!(patch));
+        Ok(Self { metadata, ..self.clone() }.step("its name or labels were changed").audit(audit))
+    }
+}
+
+impl From<TooManyLabels> for Rejection {
+    fn from(TooManyLabels: TooManyLabels) -> Self {
+        Self::TooManyLabels { max: MAX_LABELS }
+    }
+}

@@ -1,0 +1,151 @@
+//! The name and the labels of a node or an allocation: what people call it, and what they find it by. Neither is unique, and no
+//! decision depends on them.
+//!
+//! The edge checks what a name, a key and a value may be; a machine counts the labels.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The most labels of one entity.
+pub const MAX_LABELS: usize = 32;
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Metadata {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// A change of a [`Metadata`], as a JSON merge patch (RFC 7396).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MetadataPatch {
+    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    pub name: Patch<String>,
+    /// Of the labels that are named, the new value; `None` removes one.
+    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    pub labels: Patch<BTreeMap<String, Option<String>>>,
+}
+
+/// A member of a JSON merge patch: left out, null, or a value. A struct leaves `Keep` out by `skip_serializing_if` and reads it by
+/// `default`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Patch<T> {
+    #[default]
+    Keep,
+    Remove,
+    Set(T),
+}
+
+/// There would be more labels than [`MAX_LABELS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooManyLabels;
+
+impl Metadata {
+    /// True where there is neither a name nor a label.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.name.is_none() && self.labels.is_empty()
+    }
+
+    /// The same, where the labels are within their bound.
+    ///
+    /// # Errors
+    /// [`TooManyLabels`]
+    pub fn bounded(self) -> Result<Self, TooManyLabels> {
+        if self.labels.len() > MAX_LABELS { Err(TooManyLabels) } else { Ok(self) }
+    }
+
+    /// What the patch makes of it.
+    ///
+    /// # Errors
+    /// [`TooManyLabels`]
+    pub fn patched(&self, patch: &MetadataPatch) -> Result<Self, TooManyLabels> {
+        let name = match &patch.name {
+            Patch::Keep => self.name.clone(),
+            Patch::Remove => None,
+            Patch::Set(name) => Some(name.clone()),
+        };
+        let labels = match &patch.labels {
+            Patch::Keep => self.labels.clone(),
+            Patch::Remove => BTreeMap::new(),
+            Patch::Set(changes) => {
+                let mut labels = self.labels.clone();
+                for (key, value) in changes {
+                    match value {
+                        Some(value) => labels.insert(key.clone(), value.clone()),
+                        None => labels.remove(key),
+                    };
+                }
+                labels
+            }
+        };
+        Self { name, labels }.bounded()
+    }
+
+    /// The terms that lists find it by ([`Machine::terms`](crate::Machine::terms)).
+    #[must_use]
+    pub fn terms(&self) -> BTreeSet<String> {
+        let of_label = |(key, value): (&String, &String)| [label_term(key, None), label_term(key, Some(value))];
+        let labels = self.labels.iter().flat_map(of_label);
+        self.name.iter().map(|name| name_term(name)).chain(labels).collect()
+    }
+}
+
+/// The term of everything that has this name.
+#[must_use]
+pub fn name_term(name: &str) -> String {
+    format!("name/{name}")
+}
+
+/// The term of everything that has the label, or has it with this value. A key has no `=`.
+#[must_use]
+pub fn label_term(key: &str, value: Option<&str>) -> String {
+    match value {
+        Some(value) => format!("label/{key}={value}"),
+        None => format!("label/{key}"),
+    }
+}
+
+impl MetadataPatch {
+    /// True where nothing is named that could change.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.name.is_keep() && self.labels.is_keep()
+    }
+}
+
+impl<T> Patch<T> {
+    #[must_use]
+    pub const fn is_keep(&self) -> bool {
+        matches!(self, Self::Keep)
+    }
+
+    /// The same with another value.
+    #[must_use]
+    pub fn map<U>(self, f: impl FnOnce(T) -> U) -> Patch<U> {
+        match self {
+            Self::Keep => Patch::Keep,
+            Self::Remove => Patch::Remove,
+            Self::Set(value) => Patch::Set(f(value)),
+        }
+    }
+}
+
+impl<T: Serialize> Serialize for Patch<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Keep | Self::Remove => serializer.serialize_none(),
+            Self::Set(value) => serializer.serialize_some(value),
+        }
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Patch<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Option::deserialize(deserializer)?.map_or(Self::Remove, Self::Set))
+    }
+}
+
+#[cfg(test)]
+mod tests;

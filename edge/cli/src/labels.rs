@@ -1,0 +1,176 @@
+//! The names and labels of nodes and allocations: as they are given, changed and looked for on the command line.
+
+use crate::api::Query;
+use crate::failure::Failure;
+use crate::out::Column;
+use crate::reference::items;
+use serde_json::{Map, Value};
+use std::str::FromStr;
+
+/// A label as it stands on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Label {
+    key: String,
+    value: String,
+}
+
+impl FromStr for Label {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.split_once('=') {
+            Some((key, value)) if !key.is_empty() => Ok(Self { key: key.to_owned(), value: value.to_owned() }),
+            Some(_) | None => Err("a key, an equals sign and a value: env=dev"),
+        }
+    }
+}
+
+/// What something new is called.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Metadata {
+    /// A name for people; it need not be unique.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// A label, and again for more.
+    #[arg(long = "label", value_name = "KEY=VALUE")]
+    labels: Vec<Label>,
+}
+
+impl Metadata {
+    /// Adds it to the body of a request.
+    pub(crate) fn add_to(self, body: &mut Value) -> Result<(), Failure> {
+        if let Some(name) = self.name {
+            body["name"] = name.into();
+        }
+        if !self.labels.is_empty() {
+            body["labels"] = Value::Object(labels(self.labels, Vec::new())?);
+        }
+        Ok(())
+    }
+}
+
+/// What changes of a name and of labels.
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(crate) struct Change {
+    /// A name for people; it need not be unique.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Take its name away.
+    #[arg(long, conflicts_with = "name")]
+    no_name: bool,
+    /// A label to set, and again for more.
+    #[arg(long = "label", value_name = "KEY=VALUE")]
+    labels: Vec<Label>,
+    /// A label to remove, and again for more.
+    #[arg(long = "remove-label", value_name = "KEY")]
+    removed: Vec<String>,
+}
+
+impl Change {
+    /// The arguments' ids, for commands that need one of them or of others.
+    pub(crate) const IDS: [&'static str; 4] = ["name", "no_name", "labels", "removed"];
+
+    /// The change as a JSON merge patch (RFC 7396).
+    pub(crate) fn patch(self) -> Result<Map<String, Value>, Failure> {
+        let name = match self.no_name {
+            true => Some(Value::Null),
+            false => self.name.map(Value::from),
+        };
+        let labels = labels(self.labels, self.removed)?;
+        let labels = (!labels.is_empty()).then_some(Value::Object(labels));
+        let members = [("name", name), ("labels", labels)];
+        Ok(members.into_iter().filter_map(|(member, value)| Some((member.to_owned(), value?))).collect())
+    }
+}
+
+fn labels(set: Vec<Label>, removed: Vec<String>) -> Result<Map<String, Value>, Failure> {
+    let set = set.into_iter().map(|label| (label.key, Value::from(label.value)));
+    let removed = removed.into_iter().map(|key| (key, Value::Null));
+    let mut labels = Map::new();
+    for (key, value) in set.chain(removed) {
+        if labels.contains_key(&key) {
+            return Err(Failure::usage(format!("label `{key}` is given twice")));
+        }
+        labels.insert(key, value);
+    }
+    Ok(labels)
+}
+
+/// What a list is narrowed to.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Selector {
+    /// Those of this name.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Those that have this label, or have it with this value; again for more, all of which they have.
+    #[arg(long = "label", short = 'l', value_name = "KEY[=VALUE]")]
+    labels: Vec<String>,
+}
+
+impl Selector {
+    pub(crate) fn add_to(self, query: &mut Query<'_>) {
+        query.extend(self.name.map(|name| ("name", name)));
+        query.extend(self.labels.into_iter().map(|label| ("label", label)));
+    }
+}
+
+/// The columns of a list, with one of names after the first where anything in it has a name.
+pub(crate) fn with_names(columns: &[Column], page: &Value) -> Vec<Column> {
+    let mut columns = columns.to_vec();
+    if items(page).iter().any(|item| item["name"].is_string()) {
+        columns.insert(columns.len().min(1), ("NAME", "/name"));
+    }
+    columns
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser as _;
+    use serde_json::json;
+
+    #[derive(Debug, clap::Parser)]
+    struct Given {
+        #[command(flatten)]
+        change: Change,
+    }
+
+    fn patch(words: &[&str]) -> Value {
+        let given = Given::try_parse_from(["x"].iter().chain(words)).unwrap();
+        Value::Object(given.change.patch().unwrap())
+    }
+
+    #[test]
+    fn change_is_a_merge_patch_of_what_was_named() {
+        assert_eq!(patch(&[]), json!({}));
+        assert_eq!(patch(&["--no-name"]), json!({ "name": null }));
+        assert_eq!(
+            patch(&["--name", "a b", "--label", "env=dev", "--label", "example.com/x=", "--remove-label", "old"]),
+            json!({ "name": "a b", "labels": { "env": "dev", "example.com/x": "", "old": null } })
+        );
+        // The service says what a value may be.
+        assert_eq!(patch(&["--label", "a=b=c"]), json!({ "labels": { "a": "b=c" } }));
+    }
+
+    #[test]
+    fn label_that_is_set_and_removed_or_has_no_value_is_refused() {
+        for words in [["--label", "a=1", "--label", "a=2"], ["--label", "a=1", "--remove-label", "a"]] {
+            let given = Given::try_parse_from(["x"].iter().chain(&words)).unwrap();
+            assert!(given.change.patch().is_err(), "{words:?}");
+        }
+        for words in [["--label", "a"], ["--label", "=1"], ["--label", ""]] {
+            assert!(Given::try_parse_from(["x"].iter().chain(&words)).is_err(), "{words:?}");
+        }
+        assert!(Given::try_parse_from(["x", "--name", "a", "--no-name"]).is_err());
+    }
+
+    #[test]
+    fn list_has_a_column_of_names_where_anything_has_one() {
+        let columns = [("ID", "/id"), ("STATE", "/state")];
+        let page = |name: Value| json!({ "items": [{ "id": 1, "name": null }, { "id": 2, "name": name }] });
+        assert_eq!(with_names(&columns, &page(json!("a"))), [("ID", "/id"), ("NAME", "/name"), ("STATE", "/state")]);
+        assert_eq!(with_names(&columns, &page(Value::Null)), columns);
+    }
+}

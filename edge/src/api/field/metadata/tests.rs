@@ -1,0 +1,209 @@
+//! What a name, a label and a selector may be.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::body::{parse_json, parse_query};
+use proptest::prelude::*;
+use serde_json::json;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct New {
+    name: Option<ResourceName>,
+    labels: Option<Labels>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Changed {
+    #[serde(default)]
+    name: Patch<ResourceName>,
+    #[serde(default)]
+    labels: Patch<LabelChanges>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Filter {
+    name: Option<ResourceName>,
+    #[serde(default)]
+    label: LabelSelectors,
+}
+
+fn refusal(body: &serde_json::Value) -> String {
+    match parse_json::<New>(body.to_string().as_bytes()) {
+        Ok(read) => panic!("{body} is read as {read:?}"),
+        Err(error) => format!("{} | {}", error.details()["field"], error.message()),
+    }
+}
+
+#[test]
+fn name_is_printable_text_without_the_blanks_around_it() {
+    let longest = "ü".repeat(63);
+    for (written, read) in [
+        ("  train 7\u{a0}", "train 7"),
+        ("100%_'; DROP--", "100%_'; DROP--"),
+        (&longest, &longest),
+        ("👩\u{200d}💻", "👩\u{200d}💻"),
+    ] {
+        let new: New = parse_json(json!({ "name": written }).to_string().as_bytes()).unwrap();
+        assert_eq!(metadata(new.name.as_ref(), None).name.as_deref(), Some(read));
+    }
+}
+
+#[test]
+fn name_that_is_none_is_refused_without_its_text() {
+    let long = "a".repeat(64);
+    for name in [
+        "",
+        " ",
+        "\u{a0}",
+        &long,
+        "a\nb",
+        "a\u{1b}[31m",
+        "a\u{7f}",
+        "a\u{85}b",
+        "a\u{202e}b",
+        "a\u{200b}",
+        "\u{feff}",
+        "a\u{2028}b",
+        "a\u{0}",
+        "0198f000-0000-7000-8000-00000000000a",
+        "0198F00000007000800000000000000A",
+        "gpusak_AAAAAAAAAAAAAAAAAAAAAAAA",
+    ] {
+        let line = refusal(&json!({ "name": name }));
+        assert!(line.starts_with(r#""name" | "#) || line.contains("NUL"), "{name:?}: {line}");
+        assert!(name.len() < 3 || !line.contains(name), "{line}");
+    }
+}
+
+#[test]
+fn labels_are_as_kubernetes_writes_them() {
+    let (long, prefix) = ("a".repeat(63), vec!["b".repeat(60); 3].join("."));
+    for (key, value) in [
+        ("env", "dev"),
+        ("Env_1.x-y", "A"),
+        ("e", ""),
+        ("example.com/team", "ml.2_x-y"),
+        (&long, &long),
+        (&format!("{prefix}/{long}"), "x"),
+        ("0", "0"),
+    ] {
+        let new: New = parse_json(json!({ "labels": { key: value } }).to_string().as_bytes()).unwrap();
+        let read = metadata(None, new.labels.as_ref());
+        assert_eq!(read.labels, [(key.to_owned(), value.to_owned())].into());
+    }
+}
+
+#[test]
+fn labels_that_are_none_are_refused_by_the_name_of_their_field() {
+    let (long, deep) = ("a".repeat(64), format!("{}/a", "b.".repeat(127)));
+    let mut lines = Vec::new();
+    for key in [
+        "",
+        "-a",
+        "a-",
+        ".a",
+        "_a",
+        "a b",
+        "a=b",
+        "a,b",
+        "ü",
+        "a\u{0}",
+        "a\n",
+        "/a",
+        "a/",
+        "a/b/c",
+        "Example.com/a",
+        "-x.com/a",
+        "x..com/a",
+        "a'b",
+        "a%",
+        "\"",
+        "password",
+        "example.com/api_token",
+        "gpusak_AAAAAAAAAAAAAAAAAAAAAAAA",
+        &long,
+        &deep,
+    ] {
+        lines.push(refusal(&json!({ "labels": { key: "x" } })));
+    }
+    for value in ["-a", "a-", "a b", "a=b", "a,b", "ü", "a/b", "a\u{0}b", "gpusak_AAAAAAAAAAAAAAAAAAAAAAAA", &long] {
+        lines.push(refusal(&json!({ "labels": { "env": value } })));
+    }
+    for labels in [json!({ "env": null }), json!({ "env": 1 }), json!(["env"]), json!("env=dev"), json!([])] {
+        lines.push(refusal(&json!({ "labels": labels })));
+    }
+    let many: serde_json::Map<_, _> = (0..33).map(|n| (format!("k{n}"), json!(""))).collect();
+    lines.push(refusal(&json!({ "labels": many })));
+    let twice = parse_json::<New>(br#"{"labels": {"a": "1", "a": "1"}}"#).unwrap_err();
+    lines.push(format!("{} | {}", twice.details()["field"], twice.message()));
+    insta::assert_snapshot!(lines.join("\n"));
+}
+
+#[test]
+fn change_tells_what_is_null_from_what_is_left_out() {
+    let read = |body: &str| {
+        let changed: Changed = parse_json(body.as_bytes()).unwrap();
+        serde_json::to_value(metadata_patch(changed.name, changed.labels)).unwrap()
+    };
+    for body in [
+        json!({}),
+        json!({ "name": null }),
+        json!({ "name": "a" }),
+        json!({ "labels": null }),
+        json!({ "labels": {} }),
+        json!({ "labels": { "a": null, "b": "" } }),
+    ] {
+        assert_eq!(read(&body.to_string()), body);
+    }
+    let many: serde_json::Map<_, _> = (0..65).map(|n| (format!("k{n}"), json!(null))).collect();
+    assert!(parse_json::<Changed>(json!({ "labels": many }).to_string().as_bytes()).is_err());
+}
+
+#[test]
+fn selectors_are_keys_or_keys_with_values_in_any_order() {
+    let read = |query: &str| {
+        let filter: Filter = parse_query(query).unwrap();
+        terms(filter.name.as_ref(), &filter.label)
+    };
+    assert_eq!(read(""), Vec::<String>::new());
+    assert_eq!(read("name=a%20b"), ["name/a b"]);
+    assert_eq!(read("label=gpu"), ["label/gpu"]);
+    assert_eq!(read("label=env="), ["label/env="]);
+    assert_eq!(read("label=example.com%2Fx=1%2Cenv=dev,env"), ["label/env", "label/env=dev", "label/example.com/x=1"]);
+    assert_eq!(read("label=a,b,a"), read("label=b,a"));
+}
+
+#[test]
+fn selector_that_is_none_is_refused() {
+    let many = (0..33).map(|n| format!("k{n}")).collect::<Vec<_>>().join(",");
+    let long = format!("env={}", "a".repeat(64));
+    for label in [
+        "", "=", "=dev", "a=b=c", "a,,b", "a,", ",", "a%20b", "a%00", "ü", "a=ü", "%25", "a=_", "a!=b", "!a", &many,
+        &long,
+    ] {
+        let error = parse_query::<Filter>(&format!("label={label}")).unwrap_err();
+        assert!(error.details().get("field").is_none_or(|field| field == "label"), "{label}: {}", error.message());
+    }
+    assert!(parse_query::<Filter>("name=a&name=b").is_err());
+    assert!(parse_query::<Filter>("name=%00").is_err());
+    assert!(parse_query::<Filter>("name=").is_err());
+}
+
+/// The texts that a pattern of the description admits.
+fn admitted(pattern: &str) -> impl Strategy<Value = String> {
+    proptest::string::string_regex(pattern.trim_start_matches('^').trim_end_matches('$')).unwrap()
+}
+
+proptest! {
+    #[test]
+    fn what_the_description_admits_is_read(key in admitted(LABEL_KEY), value in admitted(LABEL_VALUE), selector in admitted(LABEL_SELECTOR)) {
+        prop_assume!(key.len() <= KEY_MOST && selector.len() <= KEY_MOST);
+        prop_assert!(is_label_key(&key), "{key}");
+        prop_assert!(LabelValue::parse(&value).is_some(), "{value}");
+        prop_assert!(LabelSelector::parse(&selector).is_some(), "{selector}");
+    }
+}
