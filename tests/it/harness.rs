@@ -3,6 +3,7 @@
 use reqwest::Method;
 use serde_json::json;
 use tests::world::World;
+use tests::world::gpuctl::OnScreen;
 
 /// What the end of this world says.
 async fn complaint(world: World) -> String {
@@ -50,4 +51,17 @@ async fn an_error_that_nobody_declared_fails_the_test() {
     world.expects_parked(node.id);
     let said = complaint(world).await;
     assert!(said.contains("logged what nobody declared") && said.contains(&node.id.to_string()), "{said}");
+}
+
+/// A program has said all before anybody reads: its end does not come before its words.
+#[tokio::test]
+async fn what_a_program_shows_last_is_seen_after_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut screen = OnScreen::of("sh", &["-c", "echo its last words"], folder.path(), &[]);
+    let status = format!("/proc/{}/status", screen.pid());
+    while !std::fs::read_to_string(&status).unwrap().contains("State:\tZ") {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    screen.shows("its last words").await;
+    assert!(screen.ends().await.success());
 }

@@ -232,10 +232,18 @@ impl OnScreen {
         let until = Instant::now() + PATIENCE;
         while !seen(&self.text()) {
             let ended = self.child.try_wait().expect("it can be asked");
+            if ended.is_some() {
+                self.look_to_the_end().await;
+            }
             let late = Instant::now() >= until || ended.is_some();
-            assert!(!late, "{what:?} is never shown ({ended:?}): {}", self.text());
+            assert!(!late || seen(&self.text()), "{what:?} is never shown ({ended:?}): {}", self.text());
             self.look(Duration::from_millis(200)).await;
         }
+    }
+
+    /// Takes in what a program that has ended said before: the terminal may hand it over after its end.
+    async fn look_to_the_end(&mut self) {
+        while self.look(Duration::from_secs(2)).await {}
     }
 
     /// Its end, with everything shown that it said.
@@ -244,7 +252,7 @@ impl OnScreen {
         loop {
             while self.look(Duration::from_millis(50)).await {}
             if let Some(status) = self.child.try_wait().expect("it can be asked") {
-                while self.look(Duration::from_millis(50)).await {}
+                self.look_to_the_end().await;
                 return status;
             }
             assert!(Instant::now() < until, "it never ends: {}", self.text());
