@@ -211,6 +211,7 @@ fn has_namespace(pam: &Path, service: &str, read: &mut BTreeSet<String>) -> bool
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
