@@ -16,6 +16,7 @@ mod key_set;
 mod me;
 mod node;
 mod notification;
+mod notification_endpoint;
 mod overview;
 mod payment;
 mod payment_page;
@@ -37,9 +38,6 @@ mod terminal_page;
 #[cfg(test)]
 mod tests;
 
-pub use key_set::{
-    AllKeys, AtRestKey, AtRestView, Changed, CutOff, KeyPhase, KeyPurpose, KeySetView, KeyView, ReplicaKeys,
-};
 pub(crate) use stored::{current, find};
 
 use crate::correlation::{Outermost, Service};
@@ -214,6 +212,19 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
         User   Get       "/api/v1/notifications/ws"                         => notification::listen, InvalidRequest, UpgradeRequired;
         Admin  PostOnce  "/api/v1/admin/notifications/broadcast"            => notification::broadcast;
+
+        User   Get       "/api/v1/notification-endpoints"                   => notification_endpoint::list;
+        User   PostOnce  "/api/v1/notification-endpoints"                   => notification_endpoint::create, StateConflict;
+        User   Get       "/api/v1/notification-endpoints/{id}"              => notification_endpoint::get, NotFound;
+        User   Patch     "/api/v1/notification-endpoints/{id}"              => notification_endpoint::revise, NotFound;
+        User   Delete    "/api/v1/notification-endpoints/{id}"              => notification_endpoint::delete, NotFound;
+        User   Get       "/api/v1/notification-endpoints/{id}/secret"       => notification_endpoint::secret, NotFound;
+        User   Post      "/api/v1/notification-endpoints/{id}/secret"       => notification_endpoint::rotate_secret, NotFound;
+        User   PostOnce  "/api/v1/notification-endpoints/{id}/test"         => notification_endpoint::test, NotFound, StateConflict;
+        User   Get       "/api/v1/notification-endpoints/{id}/dead-letters" => notification_endpoint::dead_letters, NotFound;
+        User   PostOnce  "/api/v1/notification-endpoints/{id}/dead-letters/resend" => notification_endpoint::resend, NotFound, StateConflict;
+        User   PostOnce  "/api/v1/notification-endpoints/{id}/dead-letters/dismiss" => notification_endpoint::dismiss, NotFound;
+        Admin  Get       "/api/v1/admin/notification-endpoints"             => notification_endpoint::list_all;
 
         User   Get       "/api/v1/ssh-keys"                                 => ssh_key::list;
         User   PostOnce  "/api/v1/ssh-keys"                                 => ssh_key::add, StateConflict;

@@ -55,6 +55,8 @@ pub struct Caller {
     pub token_expires_at: DateTime<Utc>,
     /// The service account that acts for the user; `None` where the user asks.
     pub acting: Option<Acting>,
+    /// The user's e-mail address, where the provider says that it has verified it.
+    pub verified_email: Option<String>,
 }
 
 impl Caller {

@@ -2,8 +2,20 @@
 //! machine of its endpoint decides.
 
 pub mod email;
+pub mod webhook;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use chrono::{DateTime, Utc};
+use domain::notification_endpoint::{Failure, Message, NotificationEndpoint, Target};
+use email::{Mail, Mailer};
+use persistence::envelope::{EnvelopeError, KeyRing};
+use persistence::rewrap::webhook_secret_place;
+use secrecy::{ExposeSecret as _, SecretSlice};
+use std::sync::Arc;
 use thiserror::Error;
+use uuid::Uuid;
+use webhook::{Signed, Webhooks};
 
 /// An attempt to deliver a notification that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -13,6 +25,79 @@ pub struct Undelivered {
     pub is_final: bool,
     /// For the endpoint's owner: one line without credentials.
     pub why: String,
+}
+
+impl From<Undelivered> for Failure {
+    fn from(undelivered: Undelivered) -> Self {
+        let Undelivered { is_final, why } = undelivered;
+        Self { why, is_final, is_gone: false, retry_after_seconds: None }
+    }
+}
+
+/// Delivers to endpoints of every kind. Cheap to clone.
+#[derive(Clone)]
+pub struct Delivery {
+    pub webhooks: Webhooks,
+    /// `None` where no mail server is configured.
+    pub mailer: Option<Mailer>,
+    /// Opens the secrets that sign webhooks.
+    pub at_rest: Arc<KeyRing>,
+}
+
+impl Delivery {
+    /// Makes one attempt at a message.
+    ///
+    /// # Errors
+    /// [`Failure`], as the endpoint's owner reads it.
+    pub async fn attempt(
+        &self,
+        endpoint: &NotificationEndpoint,
+        message: &Message,
+        now: DateTime<Utc>,
+    ) -> Result<(), Failure> {
+        match &endpoint.target {
+            Target::Webhook { url } => {
+                let secrets =
+                    self.secrets(endpoint, now).map_err(|_| Undelivered::for_now("its secret cannot be read"))?;
+                let signed = Signed { id: message.id, body: &message.body, secrets: &secrets };
+                self.webhooks.send(url, &signed, now).await
+            }
+            Target::Email { address } => {
+                let Some(mailer) = &self.mailer else {
+                    return Err(Undelivered::for_now("no mail server is configured").into());
+                };
+                let (message_id, endpoint_id) = (message.id.to_string(), endpoint.id.to_string());
+                let mail = Mail { message_id: &message_id, endpoint_id: &endpoint_id, body: &message.body };
+                Ok(mailer.send(address, &mail).await?)
+            }
+        }
+    }
+
+    /// A secret as an endpoint stores it.
+    ///
+    /// # Errors
+    /// [`EnvelopeError`]
+    pub fn seal(&self, endpoint: Uuid, secret: &SecretSlice<u8>) -> Result<String, EnvelopeError> {
+        let row = endpoint.to_string();
+        Ok(STANDARD.encode(self.at_rest.seal(&webhook_secret_place(&row), secret.expose_secret())?))
+    }
+
+    /// The secrets that sign the endpoint's messages, the newest first.
+    ///
+    /// # Errors
+    /// [`EnvelopeError`]
+    pub fn secrets(
+        &self,
+        endpoint: &NotificationEndpoint,
+        now: DateTime<Utc>,
+    ) -> Result<Vec<SecretSlice<u8>>, EnvelopeError> {
+        let row = endpoint.id.to_string();
+        let open = |sealed: &str| {
+            let sealed = STANDARD.decode(sealed).map_err(|_| EnvelopeError::Refused)?;
+            self.at_rest.open(&webhook_secret_place(&row), &sealed)
+        };
+        endpoint.secrets(now).map(open).collect()
+    }
 }
 
 impl Undelivered {

@@ -7,7 +7,7 @@ mod connection;
 mod message;
 
 pub(crate) use connection::{Connection, FULL};
-pub use message::{About, NotificationData, NotificationMessage, encoded};
+pub use message::{About, NotificationData, NotificationMessage, encoded, test_message};
 
 use axum::extract::ws::Utf8Bytes;
 use dashmap::DashMap;

@@ -63,6 +63,8 @@ pub enum Denied {
     Metadata,
     #[error("an address that hides another one")]
     Embedding,
+    #[error("in a private network")]
+    Private,
     #[error("outside of the allowed networks")]
     OutsideAllowlist,
     #[error("one of too many addresses")]
@@ -155,20 +157,22 @@ impl ProbeTargets {
     /// # Errors
     /// The class of addresses that forbids it.
     pub fn check(&self, address: IpAddr) -> Result<(), Denied> {
-        let meant = match address {
-            IpAddr::V4(v4) => {
-                check_v4(v4)?;
-                address
-            }
-            IpAddr::V6(v6) => match check_v6(v6)? {
-                Some(v4) => v4.into(),
-                None => address,
-            },
-        };
+        let meant = embedded_or_same(address)?;
         if self.allowed.is_empty() || self.allowed.iter().any(|network| network.contains(&meant)) {
             return Ok(());
         }
         Err(Denied::OutsideAllowlist)
+    }
+}
+
+/// The IPv4 address that an IPv6 address stands for, or the address itself.
+///
+/// # Errors
+/// [`Denied`] where it is of a class that nothing may be connected to.
+pub(crate) fn embedded_or_same(address: IpAddr) -> Result<IpAddr, Denied> {
+    match address {
+        IpAddr::V4(v4) => check_v4(v4).map(|()| address),
+        IpAddr::V6(v6) => Ok(check_v6(v6)?.map_or(address, IpAddr::from)),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
+use crate::delivery::Delivery;
 use crate::error::{ApiError, Code};
 use crate::figures::Figures;
 use crate::identity::TrustDomain;
@@ -47,6 +48,8 @@ pub struct Parts {
     pub terminals: Terminals,
     /// Who listens here for notifications.
     pub notifications: Notifications,
+    /// Sends webhooks and e-mails.
+    pub delivery: Delivery,
     /// What users have open.
     pub places: Places,
     pub connections: Connections,

@@ -35,6 +35,13 @@ pub(crate) fn notifications() -> crate::notifications::Notifications {
     crate::notifications::Notifications::register(&prometheus::Registry::new(), None).unwrap()
 }
 
+/// Webhooks to the internet, and no mail server.
+pub(crate) fn delivery() -> crate::delivery::Delivery {
+    install_crypto();
+    let webhooks = crate::delivery::webhook::Webhooks::new(crate::delivery::webhook::WebhookSettings::default());
+    crate::delivery::Delivery { webhooks: webhooks.unwrap(), mailer: None, at_rest: key_ring() }
+}
+
 /// A key ring of one key.
 pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
     let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";

@@ -30,13 +30,24 @@ pub struct SealedField {
     path: &'static [&'static str],
 }
 
-/// What entities hold that is sealed: allocations the request as it came in, and what the payment processor said as it came.
-pub const IN_ENTITIES: [SealedField; 2] = [
+/// What entities hold that is sealed: allocations the request as it came in, what the payment processor said as it came, and the secrets that
+/// sign webhooks.
+pub const IN_ENTITIES: [SealedField; 4] = [
     SealedField { kind: Kind::Allocation, path: &["asked", "scheduler_request_enc"] },
     SealedField { kind: Kind::ProcessorEvent, path: &["body_enc"] },
+    SealedField { kind: Kind::NotificationEndpoint, path: &["secret_enc"] },
+    SealedField { kind: Kind::NotificationEndpoint, path: FORMER_SECRET },
 ];
 
+const FORMER_SECRET: &[&str] = &["former_secret", "secret_enc"];
+
 impl SealedField {
+    /// True of the secret that signed webhooks before the present one.
+    #[must_use]
+    pub fn is_former_secret(&self) -> bool {
+        self.path == FORMER_SECRET
+    }
+
     fn place<'a>(&self, row: &'a str) -> Place<'a> {
         Place { table: "entity", column: self.path.last().copied().unwrap_or_default(), row }
     }
@@ -46,6 +57,12 @@ impl SealedField {
 #[must_use]
 pub const fn body_place(row: &str) -> Place<'_> {
     Place { table: "entity", column: "body_enc", row }
+}
+
+/// What a secret that signs webhooks is sealed for, by the endpoint's id.
+#[must_use]
+pub const fn webhook_secret_place(row: &str) -> Place<'_> {
+    Place { table: "entity", column: "secret_enc", row }
 }
 
 /// How many values are sealed under a key.
@@ -113,6 +130,12 @@ impl Rewrap {
                      UNION ALL
                      SELECT decode(left(body #>> '{body_enc}', $1), 'base64') FROM entity
                      WHERE kind = 'processor_event' AND body #>> '{body_enc}' IS NOT NULL
+                     UNION ALL
+                     SELECT decode(left(body #>> '{secret_enc}', $1), 'base64') FROM entity
+                     WHERE kind = 'notification_endpoint' AND body #>> '{secret_enc}' IS NOT NULL
+                     UNION ALL
+                     SELECT decode(left(body #>> '{former_secret,secret_enc}', $1), 'base64') FROM entity
+                     WHERE kind = 'notification_endpoint' AND body #>> '{former_secret,secret_enc}' IS NOT NULL
                  ) AS in_entities
              ) AS sealed GROUP BY key_id",
         )

@@ -81,6 +81,8 @@ pub struct Config {
     pub payments: Option<Payments>,
     /// The mail server that notifications go out by, where one is configured.
     pub mail: Option<Mail>,
+    /// Private networks in which webhooks may have their receivers.
+    pub notification_allowed: Vec<IpNet>,
     /// Authorities of mail servers and of webhooks' receivers, beside the system's.
     pub notification_ca: Option<PathBuf>,
     pub roles: BTreeSet<Role>,
@@ -227,6 +229,7 @@ impl Config {
             terminal_url,
             terminal_origins: it.list("SVC_TERMINAL_ORIGINS"),
             mail: mail::mail(it, notification_ca.as_deref(), &public_url),
+            notification_allowed: it.networks("SVC_NOTIFICATION_ALLOWED_CIDRS"),
             notification_ca,
             public_url,
             node_public_url,

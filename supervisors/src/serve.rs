@@ -15,6 +15,8 @@ use crate::workers::accrual::Accrual;
 use crate::workers::audit_seal::{AuditSeal, SealMetrics};
 use crate::workers::auditor::Auditor;
 use crate::workers::keys::{Keeper, NodeAcceptor};
+use crate::workers::notification_delivery::NotificationDelivery;
+use crate::workers::notification_queue::NotificationQueue;
 use crate::workers::notifications::Notifier;
 use crate::workers::outbox_poll::OutboxPoll;
 use crate::workers::payments::errands::Errands;
@@ -37,6 +39,8 @@ use domain::{Effect, MemberId};
 use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::service_token::ServiceTokens;
+use edge::delivery::Delivery;
+use edge::delivery::webhook::WebhookSettings;
 use edge::figures::Figures;
 use edge::identity::TrustDomain;
 use edge::identity::ingress::Ingress;
@@ -304,6 +308,7 @@ impl Process {
             polls: self.polls.clone(),
             terminals: self.terminals.clone(),
             notifications: Notifications::register(&self.registry, Some(Arc::new(self.bus.clone())))?,
+            delivery: delivery(config, Arc::clone(&self.ring)).await?,
             places: Places::new(self.directory.clone()),
             connections: self.connections.clone(),
             figures: Figures::register(&self.registry)?,
@@ -433,6 +438,14 @@ impl Process {
         }
         let notifier = Notifier { reads: self.reads.clone(), here: Arc::clone(&self.here), bus: self.bus.clone() };
         works.insert("notification-relay", work(&notifier, Notifier::run));
+        let has_mail = services.delivery.mailer.is_some();
+        let queue = NotificationQueue::new(notifier, self.directory.clone(), has_mail)?;
+        works.insert("notification-queue", work(&queue, NotificationQueue::run));
+        let world = Arc::clone(&self.here) as Arc<dyn actors::ports::World>;
+        let (directory, view, reads) = (self.directory.clone(), Arc::clone(&self.view), self.reads.clone());
+        let delivery = services.delivery.clone();
+        let delivery = NotificationDelivery::register(&self.registry, directory, view, reads, world, delivery)?;
+        works.insert("notification-delivery", work(&delivery, NotificationDelivery::run));
         let nudges = (self.bus.clone(), self.polls.clone(), self.terminals.clone(), self.connections.clone());
         works.insert(
             "nudges",
@@ -725,6 +738,17 @@ async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
     persistence::sweep::make_partitions(&pool, 2).await?;
     Ok(pool)
+}
+
+/// What sends webhooks and e-mails.
+async fn delivery(config: &Config, at_rest: Arc<KeyRing>) -> anyhow::Result<Delivery> {
+    let authorities_pem = match &config.notification_ca {
+        Some(path) => Some(read_text(path).await.context("SVC_NOTIFICATION_CA_PATH")?),
+        None => None,
+    };
+    let settings = WebhookSettings { allowed: config.notification_allowed.clone(), authorities_pem };
+    let mailer = config.mail.as_ref().map(crate::config::Mail::open).transpose()?;
+    Ok(Delivery { webhooks: edge::delivery::webhook::Webhooks::new(settings)?, mailer, at_rest })
 }
 
 /// Who believes the identity provider's tokens, and those that this cluster signs for service accounts.

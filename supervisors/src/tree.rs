@@ -84,6 +84,20 @@ pub const TREE: &[Row] = &[
         "reads the events of shards whose owners have no relay of their own",
     ),
     row("notification-relay", "root", &[Role::NotificationRelay], ALWAYS, "tells people of events"),
+    row(
+        "notification-queue",
+        "notification-relay",
+        &[Role::NotificationRelay],
+        ALWAYS,
+        "queues events for webhooks and e-mail addresses",
+    ),
+    row(
+        "notification-delivery",
+        "notification-relay",
+        &[Role::NotificationRelay],
+        BOUNDED,
+        "sends what is queued for webhooks and e-mail addresses",
+    ),
     row("provisioning", "root", &[Role::Provisioning], BOUNDED, "turns events into commands"),
     row("provisioning-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream PROVISIONING"),
     row("node-events", "provisioning", &[Role::Provisioning], ALWAYS, "consumer of stream NODES"),
@@ -124,7 +138,16 @@ pub const TREE: &[Row] = &[
 ];
 
 /// Rows without which a process serves on for a good while.
-pub const BESIDE: &[&str] = &["rest", "sweep", "recordings", "rewrap", "notification-relay", "reconciliation"];
+pub const BESIDE: &[&str] = &[
+    "rest",
+    "sweep",
+    "recordings",
+    "rewrap",
+    "notification-relay",
+    "notification-queue",
+    "notification-delivery",
+    "reconciliation",
+];
 
 /// The rows that run the committer's workers, in their order: all its commits wait for one of them.
 pub const COMMITTER: [&str; 2] = ["committer-1", "committer-2"];

@@ -7,6 +7,8 @@ pub mod figures;
 pub mod housekeeping;
 pub mod keys;
 mod logins;
+pub mod notification_delivery;
+pub mod notification_queue;
 pub mod notifications;
 pub mod outbox_poll;
 pub mod pace;

@@ -3,9 +3,14 @@
 use edge::delivery::Undelivered;
 use edge::delivery::email::{Mail, MailConfig, Mailer};
 use futures::future::join_all;
+use reqwest::Method;
+use secrecy::ExposeSecret as _;
+use serde_json::json;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-use tests::world::mail::{MailServer, Security};
+use tests::world::client::Client;
+use tests::world::mail::{MailServer, Received, Security};
+use tests::world::{CURRENCY, PATIENCE, World};
 use tokio::net::{TcpListener, TcpStream};
 
 const FROM: &str = "Größe GPU <no-reply@example.com>";
@@ -209,4 +214,59 @@ async fn many_mails_at_once_share_four_connections() {
     received.sort_unstable_by(|one, other| one.to.cmp(&other.to));
     received.dedup_by(|one, other| one.to == other.to);
     assert_eq!(received.len(), addresses.len());
+}
+
+/// Waits until a mail with this subject has come.
+async fn until_received(server: &MailServer, subject: &str) -> Received {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let received = server.received();
+        if let Some(mail) = received.iter().find(|mail| mail.headers()["Subject"] == subject) {
+            return mail.clone();
+        }
+        let refused = server.refused();
+        assert!(Instant::now() < until, "no mail {subject:?} has come: {received:?}, {refused:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_whose_balance_gets_low_is_mailed_once_although_the_server_refused_at_first() {
+    const ADDRESS: &str = "rcpt-451-once.user@example.org";
+    let server = MailServer::start(Security::Tls).await;
+    let mut world = World::plan()
+        .penniless()
+        .replicas(2)
+        .policy("billing.window_seconds", 1)
+        .variable("SVC_SMTP_URL", &server.url())
+        .variable("SVC_SMTP_FROM", FROM)
+        .variable("SVC_NOTIFICATION_CA_PATH", &server.authorities_path().display().to_string())
+        .start()
+        .await;
+    world.keep_secret("the mail server's password", server.password());
+    let mut claims = world.identity.claims_of("user").unwrap();
+    (claims["email"], claims["email_verified"]) = (json!(ADDRESS), json!(true));
+    let token = world.identity.mint(&claims).unwrap();
+    world.keep_secret("the bearer token of user", token.expose_secret());
+    let token = Some(token.expose_secret().to_owned());
+    world.user = Client::new(world.authority.certificate_path(), &world.settings.public_url, token);
+
+    // 10 minor units a second: the balance is above the threshold of 500 for a few seconds.
+    let sku = world.offer("dear", 8).await;
+    let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": 36_000 } });
+    world.admin.insist(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();
+    world.node("dear").await;
+    let account = world.credit("user", 540).await;
+    let rented = world.rent("dear", 1).await;
+    rented.expect_state("active").await;
+
+    let low = until_received(&server, "Your balance is low").await;
+    assert_eq!((low.to.as_str(), low.headers()["To"]), (ADDRESS, ADDRESS));
+    assert!(low.text.contains(&format!("Billing account: {account}")), "{}", low.text);
+    assert_eq!(server.refused(), [(ADDRESS.to_owned(), "451".to_owned())]);
+    rented.release().await;
+    until_received(&server, &format!("Allocation {} is released", rented.id)).await;
+    let of_balance = server.received().into_iter().filter(|mail| mail.headers()["Subject"] == "Your balance is low");
+    assert_eq!(of_balance.count(), 1);
+    world.end().await;
 }

@@ -25,6 +25,7 @@ mod installed;
 mod keys;
 mod main_job;
 mod node_life;
+mod notification_endpoints;
 mod notifications;
 mod observability;
 mod openapi;

@@ -36,6 +36,7 @@ mod member;
 pub mod notifications;
 pub mod payments;
 mod plan;
+pub mod receiver;
 pub mod recovering;
 mod store;
 mod stored;

@@ -117,6 +117,13 @@ actions! {
     KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
     KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
     KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
+    NotificationEndpointsCreate "notification_endpoints.create": "somebody made an endpoint that is told of events: holder, kind, host";
+    NotificationEndpointsUpdate "notification_endpoints.update": "an endpoint's URL, its events, or whether it is enabled was changed";
+    NotificationEndpointsRotateSecret "notification_endpoints.rotate_secret": "an endpoint was given another secret; the one before signs for a day";
+    NotificationEndpointsDelete "notification_endpoints.delete": "an endpoint was deleted, with the messages that waited: waiting, dead_letters";
+    NotificationEndpointsTest "notification_endpoints.test": "an endpoint was sent a test message";
+    NotificationEndpointsResend "notification_endpoints.resend": "dead letters were sent again: message_id, count, reason";
+    NotificationEndpointsDismiss "notification_endpoints.dismiss": "dead letters were given up: message_id, count, reason";
     NotificationsBroadcast "notifications.broadcast": "an operator said something to everybody who listens: severity, message";
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }

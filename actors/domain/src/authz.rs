@@ -182,6 +182,8 @@ pub enum Action {
     /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
     /// makes and changes none. The machine checks whose it is.
     KeepServiceAccounts,
+    /// Choose where one is told of events, and one's organization; an administrator anybody's. The machine checks whose it is.
+    KeepNotificationEndpoints,
     /// What a node's agent says and asks, of its own node alone. The machine checks which.
     SpeakForNode,
     /// What the control plane's workers tell the machines.
@@ -189,7 +191,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::ManageNodes,
         Self::ManageSkus,
         Self::SeeSkus,
@@ -214,6 +216,7 @@ impl Action {
         Self::AskMoneyBack,
         Self::KeepKeys,
         Self::KeepServiceAccounts,
+        Self::KeepNotificationEndpoints,
         Self::SpeakForNode,
         Self::Advance,
     ];
@@ -235,7 +238,12 @@ impl Action {
             Self::SeeBilling => Rule::AdminOr(&[BillingOperations]),
             Self::AdjustBilling | Self::SettleProcessorEvents => Rule::OneOf(&[BillingOperations]),
             Self::ReadAudit => Rule::AdminOr(&[Auditor]),
-            Self::Rent | Self::Release | Self::ReviseAllocations | Self::Pay | Self::KeepKeys => Rule::AnyRole,
+            Self::Rent
+            | Self::Release
+            | Self::ReviseAllocations
+            | Self::Pay
+            | Self::KeepKeys
+            | Self::KeepNotificationEndpoints => Rule::AnyRole,
             Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,

@@ -82,6 +82,8 @@ typed_id! {
     RefundId,
     /// What the payment processor told us under one id of its own.
     ProcessorEventId,
+    /// Where somebody is told of events outside of the API.
+    NotificationEndpointId,
 }
 
 macro_rules! kinds {
@@ -139,6 +141,8 @@ kinds! {
     Payment = "payment": crate::payment::Payment,
     /// What the payment processor told us, once.
     ProcessorEvent = "processor_event": crate::processor_event::ProcessorEvent,
+    /// Where a user or an organization is told of events outside of the API, and the messages that wait for it.
+    NotificationEndpoint = "notification_endpoint": crate::notification_endpoint::NotificationEndpoint,
     /// What operators had done to a part of the running cluster.
     Runtime = "runtime": crate::runtime::Operated,
 }

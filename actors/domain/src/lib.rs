@@ -28,6 +28,7 @@ pub mod metadata;
 pub mod money;
 pub mod node;
 pub mod notification;
+pub mod notification_endpoint;
 pub mod payment;
 pub mod placement;
 pub mod policy;
@@ -47,8 +48,8 @@ pub use commit::{Commit, Outcome};
 pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId,
-    NodeId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId, ServiceAccountId, ServiceAccountKeyId,
-    Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
+    NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId, ServiceAccountId,
+    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
 pub use task_type::TaskType;

@@ -150,6 +150,13 @@ pub const TOLD: &[(Stream, &[&str])] = &[
     (Stream::Notifications, &["notification.announced"]),
 ];
 
+/// Whether a webhook or an e-mail address can be told of events of this type. What an operator says to everybody is for those who listen.
+#[must_use]
+pub fn is_delivered(event: &str) -> bool {
+    let streams = TOLD.iter().filter(|(stream, _)| *stream != Stream::Notifications);
+    streams.flat_map(|(_, events)| events.iter()).any(|told| *told == event)
+}
+
 impl Notice {
     const fn new(audience: Audience, data: Data) -> Self {
         Self { audience, switch: None, data }

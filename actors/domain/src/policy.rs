@@ -155,6 +155,9 @@ policy_keys! {
     TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
     NotificationLowBalance = "notification.low_balance_enabled" for AccountHolder: switch(true), "Low-balance alerts.";
     NotificationBalanceDepleted = "notification.balance_depleted_enabled" for AccountHolder: switch(true), "Depletion alerts.";
+    NotificationEndpoints = "notification.endpoints_per_holder" for AccountHolder: int(5, 0, 50), "Webhooks and e-mail addresses that a user, or an organization, may have beside the address of the access token.";
+    NotificationEmail = "notification.email_enabled" for AccountHolder: switch(true), "E-mail about money that ends and machines that are lost.";
+    NotificationDeliveryMaxAttempts = "notification.delivery_max_attempts" for AccountHolder: int(8, 1, 10), "Attempts at one message to a webhook or an e-mail address before it is a dead letter.";
     NotificationConnections = "notification.connections_per_user": int(32, 1, 1000), "Connections for notifications that one user may have open.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";

@@ -46,6 +46,7 @@ mod labels;
 mod login;
 mod money;
 mod nodes;
+mod notification_endpoints;
 mod notifications;
 mod out;
 mod overview;
@@ -147,6 +148,9 @@ enum Command {
     /// What happens to what is yours, as it happens.
     #[command(subcommand, alias = "notification")]
     Notifications(notifications::Command),
+    /// Webhooks and e-mail addresses that are told of events.
+    #[command(subcommand, alias = "notification-endpoint")]
+    NotificationEndpoints(notification_endpoints::Command),
     /// What terminals showed, to be played back.
     #[command(subcommand, alias = "recording")]
     Recordings(recordings::Command),
@@ -232,6 +236,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Ssh(args) => return ssh::run(args, &connection).await,
         Command::Terminal(args) => return terminal::run(args, &connection.api()?).await,
         Command::Notifications(command) => notifications::run(command, &connection.api()?).await?,
+        Command::NotificationEndpoints(command) => notification_endpoints::run(command, &connection.api()?).await?,
         Command::Recordings(command) => recordings::run(command, &connection.api()?).await?,
         Command::Billing(command) => billing::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,

@@ -90,6 +90,13 @@ pub(crate) const PROCESSOR_EVENT: Kind = Kind {
     names: &["/event_id"],
     shown: &["/event_id", "/state"],
 };
+pub(crate) const NOTIFICATION_ENDPOINT: Kind = Kind {
+    noun: "notification endpoint",
+    listed_by: "gpuctl notification-endpoints list",
+    path: "/api/v1/notification-endpoints",
+    names: &["/url", "/address"],
+    shown: &["/kind", "/url", "/address"],
+};
 /// Of everybody: administrators alone read that list.
 pub(crate) const TERMINAL_SESSION: Kind = Kind {
     noun: "terminal session",

@@ -2,7 +2,7 @@
 //! the commands in their place. The test compares the table with the API's description.
 
 /// A route as the API describes it, and a command that calls it. Words in capitals stand for values.
-pub(crate) const COMMANDS: [(&str, &str); 109] = [
+pub(crate) const COMMANDS: [(&str, &str); 121] = [
     ("GET /api/v1/me", "whoami"),
     ("GET /api/v1/capacity", "capacity"),
     ("GET /api/v1/skus", "skus list"),
@@ -96,6 +96,18 @@ pub(crate) const COMMANDS: [(&str, &str); 109] = [
     ("GET /api/v1/admin/users/{user_id}/ssh-keys/{id}", "ssh-keys show KEY --user USER"),
     ("DELETE /api/v1/admin/users/{user_id}/ssh-keys/{id}", "ssh-keys delete KEY --user USER"),
     ("POST /api/v1/admin/users/{user_id}/ssh-keys/{id}/default", "ssh-keys default KEY --user USER"),
+    ("GET /api/v1/notification-endpoints", "notification-endpoints list"),
+    ("POST /api/v1/notification-endpoints", "notification-endpoints create --url URL"),
+    ("GET /api/v1/notification-endpoints/{id}", "notification-endpoints show ENDPOINT"),
+    ("PATCH /api/v1/notification-endpoints/{id}", "notification-endpoints set ENDPOINT --disable"),
+    ("DELETE /api/v1/notification-endpoints/{id}", "notification-endpoints delete ENDPOINT"),
+    ("GET /api/v1/notification-endpoints/{id}/secret", "notification-endpoints secret ENDPOINT"),
+    ("POST /api/v1/notification-endpoints/{id}/secret", "notification-endpoints rotate-secret ENDPOINT"),
+    ("POST /api/v1/notification-endpoints/{id}/test", "notification-endpoints test ENDPOINT"),
+    ("GET /api/v1/notification-endpoints/{id}/dead-letters", "notification-endpoints dead-letters ENDPOINT"),
+    ("POST /api/v1/notification-endpoints/{id}/dead-letters/resend", "notification-endpoints resend ENDPOINT"),
+    ("POST /api/v1/notification-endpoints/{id}/dead-letters/dismiss", "notification-endpoints dismiss ENDPOINT"),
+    ("GET /api/v1/admin/notification-endpoints", "notification-endpoints list --all"),
     ("GET /api/v1/service-accounts", "service-accounts list"),
     ("POST /api/v1/service-accounts", "service-accounts create NAME"),
     ("POST /api/v1/service-accounts/token", "login --service-account CLIENT"),

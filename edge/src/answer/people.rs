@@ -1,9 +1,10 @@
-//! What is refused of people, of what they own and of what they may: tenants, service accounts, bindings, announcements.
+//! What is refused of people, of what they own and of what they may: tenants, service accounts, bindings, notification
+//! endpoints, announcements.
 
 use domain::policy::Key;
-use domain::{announcement, bindings, service_account, tenant};
+use domain::{announcement, bindings, notification_endpoint, service_account, tenant};
 
-use super::{Explain, conflict, limited_by, unexpected};
+use super::{Explain, conflict, invalid, limited_by, unexpected};
 use crate::error::{ApiError, Code};
 
 impl Explain for tenant::Rejection {
@@ -68,6 +69,27 @@ impl Explain for service_account::Rejection {
                 Key::AuthServiceAccountKeysMax,
                 limit,
             ),
+        }
+    }
+}
+
+impl Explain for notification_endpoint::Rejection {
+    fn explain(self) -> ApiError {
+        use notification_endpoint::Rejection as R;
+        match self {
+            R::NotFound => ApiError::not_found("notification endpoint"),
+            R::Exists => conflict("The notification endpoint exists already."),
+            R::TooMany { limit } => limited_by(
+                conflict(format!("You have {limit} notification endpoints, which are the most; delete one first.")),
+                Key::NotificationEndpoints,
+                limit,
+            ),
+            R::PlaceTaken => conflict(
+                "Another notification endpoint was made at the same moment; ask again with a new Idempotency-Key.",
+            ),
+            R::NotAWebhook => invalid("An e-mail address has no URL and no secret; leave `url` out.".to_owned(), "url"),
+            R::IsDisabled => conflict("The notification endpoint is disabled; enable it first (\"enabled\": true)."),
+            R::NoSuchLetter => ApiError::not_found("dead letter of this notification endpoint"),
         }
     }
 }

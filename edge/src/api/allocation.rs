@@ -34,6 +34,7 @@ use super::field::{
     Because, ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, RegionCode, ResourceName,
     SkuRef, metadata, set_or_none, terms,
 };
+use super::notification_endpoint::introduce;
 use super::sku;
 use super::ssh_key::tenant_of;
 use super::stored::{self, Current, current, etag, wait_until};
@@ -154,6 +155,7 @@ pub(super) async fn create(
     let answered = match asking.carried_out::<Allocation>()? {
         Some(answered) => answered,
         None => {
+            introduce(&services, &asking).await;
             let id = asking.id_of_new();
             let mut request = request(&services, &asking, &new).await?;
             request.scheduler_request_enc = Some(sealed(&services, id, &new)?);

@@ -69,6 +69,8 @@ pub(crate) struct Asking {
     pub(crate) token_expires_at: DateTime<Utc>,
     /// The service account that asks, where it is one.
     pub(crate) acting: Option<Acting>,
+    /// The user's own address; none of a service account.
+    pub(crate) verified_email: Option<String>,
     services: Services,
     scope: Scope,
     key: Option<IdempotencyKey>,
@@ -207,6 +209,7 @@ impl Asking {
         };
         let key = if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None };
         let (token_expires_at, acting) = (caller.token_expires_at, caller.acting.clone());
+        let verified_email = caller.verified_email.clone();
         let caller = known(caller);
         let by = Principal::Caller(caller.clone());
         let command_id = key.as_ref().map_or_else(|| CommandId(Uuid::new_v4()), |key| line.command_id(&by, key));
@@ -217,6 +220,7 @@ impl Asking {
         Ok(Self {
             token_expires_at,
             acting,
+            verified_email,
             key,
             caller,
             services: services.clone(),
@@ -346,6 +350,19 @@ impl Asking {
         M::Rejection: Explain,
     {
         self.send::<M>(id, command, |asked| asked).await
+    }
+
+    /// Tells a machine what follows from the request beside what was asked, as the part `part` of the service.
+    pub(crate) async fn tell_as_system<M: Machine>(
+        &self,
+        part: &str,
+        id: Uuid,
+        command: M::Command,
+    ) -> Result<Answered<M::Reply>, AskError<M::Rejection>> {
+        let permit = authorize(&Principal::system(part), command.action())
+            .map_err(|denied| AskError::Unavailable { reason: denied.to_string() })?;
+        let asked = self.scope.asked(&permit, self.services.world.now() + ASK_WITHIN);
+        self.services.directory.ask::<M>(&permit, id, command, asked).await
     }
 
     async fn send<M: Machine>(

@@ -205,6 +205,11 @@ texts! {
     /// Where a browser is sent: an https address, or an http one on this machine.
     ReturnUrl: 2048, "an https address (http only on a loopback host) without a user name", r"^(https://|http://(localhost|127\.|\[::1\]))[!-~]+$",
         is_return_url;
+    /// Where a webhook's messages are posted.
+    ReceiverUrl: 2048, "an https address without a user name, a password or a fragment", r"^https://[!-~]+$",
+        |text| text.starts_with("https://") && text.bytes().all(|byte| byte.is_ascii_graphic());
+    /// The type of an event that notifications tell of; `notification.announced` is for those who listen.
+    EventName: 64, "the type of an event such as billing.balance_low", r"^[a-z_]+\.[a-z_]+$", domain::notification::is_delivered;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());

@@ -38,7 +38,7 @@ const NONE: NewKey = NewKey { id: String::new(), public: String::new() };
 /// What keys are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum KeyPurpose {
+pub(super) enum KeyPurpose {
     /// They sign what agents execute.
     TaskSigning,
     /// They certify nodes.
@@ -51,7 +51,7 @@ pub enum KeyPurpose {
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum KeyPhase {
+pub(super) enum KeyPhase {
     /// Trusted everywhere, and not used yet.
     Staged,
     /// Used.
@@ -84,91 +84,91 @@ pub(super) struct KeyStep {
 
 /// All keys of the service that are rotated.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
-pub struct AllKeys {
-    pub sets: Vec<KeySetView>,
-    pub at_rest: AtRestView,
-    pub replicas: Vec<ReplicaKeys>,
+pub(super) struct AllKeys {
+    sets: Vec<KeySetView>,
+    at_rest: AtRestView,
+    replicas: Vec<ReplicaKeys>,
 }
 
 /// The keys of the key ring, by which is sealed what must be readable again.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = KeysAtRest)]
-pub struct AtRestView {
+pub(super) struct AtRestView {
     /// Rises with every change; 0 where none was ever put to use by `rewrap`.
-    pub version: u64,
-    pub keys: Vec<AtRestKey>,
+    version: u64,
+    keys: Vec<AtRestKey>,
 }
 
 /// A key of the key ring, without itself.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = KeyAtRest)]
-pub struct AtRestKey {
-    pub key_id: String,
+pub(super) struct AtRestKey {
+    key_id: String,
     /// None where it was never part of a rotation.
-    pub phase: Option<KeyPhase>,
-    pub since: Option<DateTime<Utc>>,
+    phase: Option<KeyPhase>,
+    since: Option<DateTime<Utc>>,
     /// How many values are sealed under it: one without any may leave the key ring.
-    pub sealed: u64,
+    sealed: u64,
 }
 
 /// The keys of one purpose.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = KeySet)]
-pub struct KeySetView {
-    pub purpose: KeyPurpose,
+pub(super) struct KeySetView {
+    purpose: KeyPurpose,
     /// Rises with every change.
-    pub version: u64,
+    version: u64,
     /// In the order in which they came.
-    pub keys: Vec<KeyView>,
+    keys: Vec<KeyView>,
 }
 
 /// A key, as far as it may be known.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = Key)]
-pub struct KeyView {
-    pub key_id: String,
-    pub phase: KeyPhase,
+pub(super) struct KeyView {
+    key_id: String,
+    phase: KeyPhase,
     /// Since when it is in its phase.
-    pub since: DateTime<Utc>,
+    since: DateTime<Utc>,
     /// When it shows as overdue where nobody moves it on.
-    pub until: Option<DateTime<Utc>>,
-    pub made_at: DateTime<Utc>,
+    until: Option<DateTime<Utc>>,
+    made_at: DateTime<Utc>,
     /// The public key or the certificate.
-    pub public: String,
+    public: String,
     /// Of an authority: the nodes whose certificates are by it alone.
-    pub dependents: Option<u64>,
+    dependents: Option<u64>,
 }
 
 /// What a replica goes by.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
-pub struct ReplicaKeys {
-    pub name: String,
+pub(super) struct ReplicaKeys {
+    name: String,
     /// False where it did not answer: the versions are not known.
-    pub answers: bool,
-    pub versions: BTreeMap<String, u64>,
+    answers: bool,
+    versions: BTreeMap<String, u64>,
     /// The key of its key ring that seals.
-    pub seals_with: Option<String>,
+    seals_with: Option<String>,
 }
 
 /// A set after a change.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
-pub struct Changed {
-    pub set: KeySetView,
+pub(super) struct Changed {
+    set: KeySetView,
     /// The key that was changed.
-    pub key_id: String,
+    key_id: String,
     /// Replicas that do not go by it yet; none where the answer is 200 or 201.
-    pub waiting_for: Vec<String>,
+    waiting_for: Vec<String>,
     /// Nodes that have to recover their identity or to be enrolled anew, at most 100 of them.
-    pub cut_off: Vec<CutOff>,
+    cut_off: Vec<CutOff>,
 }
 
 /// A node without a certificate by a trusted authority.
 #[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
-pub struct CutOff {
-    pub node_id: Uuid,
-    pub host: String,
+pub(super) struct CutOff {
+    node_id: Uuid,
+    host: String,
     /// When the certificate that it has would have ended.
-    pub certificate_not_after: DateTime<Utc>,
+    certificate_not_after: DateTime<Utc>,
 }
 
 /// The service's own keys, and where each stands in its rotation.
@@ -467,8 +467,7 @@ impl KeyView {
 impl KeyPurpose {
     const ALL: [Self; 4] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::MemberMessages];
 
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         Purpose::from(self).name()
     }
 }
@@ -480,16 +479,6 @@ impl KeyPhase {
             Phase::Active => Self::Active,
             Phase::Grace => Self::Grace,
             Phase::Retired => Self::Retired,
-        }
-    }
-
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Staged => Phase::Staged.name(),
-            Self::Active => Phase::Active.name(),
-            Self::Grace => Phase::Grace.name(),
-            Self::Retired => Phase::Retired.name(),
         }
     }
 }

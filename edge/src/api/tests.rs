@@ -10,6 +10,7 @@ mod inputs;
 mod keys;
 mod labels;
 mod nodes;
+mod notification_endpoints;
 mod overview;
 mod payment_page;
 mod payments;

@@ -9,6 +9,8 @@ use persistence::StoreError;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
+use crate::delivery::email::is_address;
+
 use super::{
     Caller, TokenRules,
     jwks::{JwksError, PublishedKey},
@@ -170,7 +172,15 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
         plan: id(claims, &paths.plan)?,
         token_expires_at,
         acting: None,
+        verified_email: verified_email(claims),
     })
+}
+
+/// The address of OpenID Connect's claims `email` and `email_verified`. Whatever else stands there is no reason to refuse a token.
+fn verified_email(claims: &Map<String, Value>) -> Option<String> {
+    let is_verified = claims.get("email_verified").and_then(Value::as_bool).unwrap_or(false);
+    let address = claims.get("email").and_then(Value::as_str).filter(|_| is_verified)?;
+    is_address(address).then(|| address.to_owned())
 }
 
 pub(super) fn read_times(

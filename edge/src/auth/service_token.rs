@@ -116,6 +116,7 @@ impl ServiceTokens {
             plan: owner.plan,
             token_expires_at,
             acting: Some(acting),
+            verified_email: None,
         })
     }
 

@@ -136,6 +136,17 @@ pub fn encoded(about: &About<'_>, channel: &Channel, data: &Data) -> String {
     message.encode()
 }
 
+/// What an endpoint is sent when its owner tries it.
+#[must_use]
+pub fn test_message(endpoint: Uuid, now: DateTime<Utc>) -> String {
+    let subject = format!("notification_endpoint/{endpoint}");
+    let message = NotificationMessage {
+        subject: Some(&subject),
+        ..NotificationMessage::new(Uuid::new_v4(), domain::notification_endpoint::TEST, now, Said::Nothing {})
+    };
+    message.encode()
+}
+
 /// From here on it is heard what is said on these channels.
 pub(super) fn ready(channels: &[Channel], expires_at: DateTime<Utc>, now: DateTime<Utc>) -> String {
     let channels = channels.iter().map(Channel::name).collect();

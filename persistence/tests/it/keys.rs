@@ -7,7 +7,7 @@ use domain::commit::Commit;
 use domain::id::{EntityRef, Kind};
 use persistence::Secrets;
 use persistence::envelope::{KeyRing, Place};
-use persistence::rewrap::{IN_ENTITIES, Unfit, body_place};
+use persistence::rewrap::{IN_ENTITIES, Unfit, body_place, webhook_secret_place};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;
@@ -105,6 +105,16 @@ fn allocation(n: u32, ring: &KeyRing) -> Commit {
     Commit { entity, snapshot: json!({ "asked": { "scheduler_request_enc": sealed } }).to_string(), ..base }
 }
 
+/// A webhook, with the secret that signs and the one before.
+fn webhook(n: u32, ring: &KeyRing) -> Commit {
+    let base = create(n);
+    let place = base.entity.id.to_string();
+    let seal = |secret: &[u8]| STANDARD.encode(ring.seal(&webhook_secret_place(&place), secret).unwrap());
+    let body = json!({ "secret_enc": seal(b"present"), "former_secret": { "secret_enc": seal(b"former") } });
+    let entity = EntityRef { kind: Kind::NotificationEndpoint, ..base.entity };
+    Commit { entity, snapshot: body.to_string(), ..base }
+}
+
 /// What the payment processor said.
 fn told(n: u32, ring: &KeyRing) -> Commit {
     let base = create(n);
@@ -128,17 +138,17 @@ async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
     for commit in [allocation(1, &old), allocation(2, &both), allocation(3, &old), none] {
         world.commit(&commit).await;
     }
-    for commit in [told(4, &old), told(5, &both)] {
+    for commit in [told(4, &old), told(5, &both), webhook(6, &old)] {
         world.commit(&commit).await;
     }
     let secrets = Secrets::new(world.pool().clone(), Arc::clone(&both));
     let rewrap = secrets.rewrap();
     rewrap.check().await.unwrap();
-    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 5), ("bb".to_owned(), 2)].into());
+    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 7), ("bb".to_owned(), 2)].into());
     assert_eq!((rewrap.secrets().await.unwrap(), rewrap.secrets().await.unwrap()), (2, 0));
     assert_eq!(secrets.get("two").await.unwrap().unwrap().value.expose_secret(), b"two");
 
-    let [requests, bodies] = IN_ENTITIES;
+    let [requests, bodies, present, former] = IN_ENTITIES;
     let outdated = rewrap.outdated(requests, None, 9).await.unwrap();
     let of = |n: u32| create(n).entity.id;
     assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(1), of(3)]);
@@ -152,6 +162,13 @@ async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
     let anew = STANDARD.decode(rewrap.reseal(bodies, &outdated[0]).unwrap()).unwrap();
     let opened = ring(&[("bb", 2)]).open(&body_place(&of(4).to_string()), &anew).unwrap();
     assert_eq!(opened.expose_secret(), "body 4 ".repeat(100).as_bytes());
+    for (field, secret) in [(present, b"present".as_slice()), (former, b"former")] {
+        let outdated = rewrap.outdated(field, None, 9).await.unwrap();
+        assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(6)]);
+        let anew = STANDARD.decode(rewrap.reseal(field, &outdated[0]).unwrap()).unwrap();
+        let opened = ring(&[("bb", 2)]).open(&webhook_secret_place(&of(6).to_string()), &anew).unwrap();
+        assert_eq!(opened.expose_secret(), secret);
+    }
     secrets.destroy("one").await.unwrap();
     secrets.destroy("one").await.unwrap();
     assert!(secrets.get("one").await.unwrap().is_none());

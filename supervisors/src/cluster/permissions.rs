@@ -91,9 +91,11 @@ pub fn of(name: &str, roles: &BTreeSet<Role>) -> Permissions {
             publish.insert(format!("$JS.API.STREAM.CREATE.{name}"));
         }
         let lower = name.to_lowercase();
-        for (wanted, consumer) in
-            [(consumes, format!("{lower}-reactions")), (notifies, format!("{lower}-notifications"))]
-        {
+        for (wanted, consumer) in [
+            (consumes, format!("{lower}-reactions")),
+            (notifies, format!("{lower}-notifications")),
+            (notifies, format!("{lower}-deliveries")),
+        ] {
             if wanted {
                 publish.insert(format!("$JS.API.CONSUMER.CREATE.{name}.{consumer}"));
                 publish.insert(format!("$JS.API.CONSUMER.CREATE.{name}.{consumer}.>"));

@@ -106,6 +106,7 @@ impl Auditor {
             | Kind::Policy
             | Kind::Runtime
             | Kind::KeySet
+            | Kind::NotificationEndpoint
             | Kind::Announcement => {}
         }
         Ok(page.next)

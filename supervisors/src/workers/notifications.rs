@@ -50,21 +50,54 @@ pub struct Notifier {
 
 /// What is to be said on a subject.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Word {
-    channel: Channel,
-    data: Data,
+pub(super) struct Word {
+    pub(super) channel: Channel,
+    pub(super) data: Data,
 }
 
 /// An event as the relay of the outbox published it.
 #[derive(Deserialize)]
-struct Told {
-    id: Uuid,
+pub(super) struct Told {
+    pub(super) id: Uuid,
     #[serde(rename = "type")]
-    kind: String,
+    pub(super) kind: String,
     subject: String,
-    time: DateTime<Utc>,
-    correlationid: String,
-    data: Event,
+    pub(super) time: DateTime<Utc>,
+    pub(super) correlationid: String,
+    pub(super) data: Event,
+}
+
+impl Told {
+    pub(super) fn about(&self) -> About<'_> {
+        About {
+            id: self.id,
+            kind: &self.kind,
+            subject: &self.subject,
+            time: self.time,
+            correlation_id: &self.correlationid,
+        }
+    }
+}
+
+/// The event in a message. `None`: it is of a newer member, whose own kind tells of it.
+pub(super) fn told_in(message: &Message) -> Option<Told> {
+    let read = serde_json::from_slice(&message.payload);
+    read.inspect_err(|error| tracing::debug!(%error, subject = %message.subject, "an event is not understood here"))
+        .ok()
+}
+
+/// A durable consumer of events that are told of from now on.
+pub(super) fn durable(name: String, subjects: &[&str], tries: i64, ack_wait: Duration) -> pull::Config {
+    pull::Config {
+        durable_name: Some(name),
+        ack_policy: AckPolicy::Explicit,
+        deliver_policy: DeliverPolicy::New,
+        ack_wait,
+        max_deliver: tries,
+        max_ack_pending: 4096,
+        filter_subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
+        ..pull::Config::default()
+    }
 }
 
 impl Notifier {
@@ -77,16 +110,8 @@ impl Notifier {
         make_streams(&context).await?;
         let mut streams = Vec::new();
         for (stream, subjects) in TOLD {
-            let config = pull::Config {
-                durable_name: Some(format!("{}-notifications", stream.name().to_lowercase())),
-                ack_policy: AckPolicy::Explicit,
-                deliver_policy: DeliverPolicy::New,
-                ack_wait: Duration::from_secs(10),
-                max_deliver: TRIES,
-                max_ack_pending: 4096,
-                filter_subjects: subjects.iter().map(|subject| (*subject).to_owned()).collect(),
-                ..pull::Config::default()
-            };
+            let name = format!("{}-notifications", stream.name().to_lowercase());
+            let config = durable(name, subjects, TRIES, Duration::from_secs(10));
             let consumer = context.get_stream(stream.name()).await?.create_consumer(config).await?;
             let batches = consumer.stream().max_messages_per_batch(AT_ONCE).heartbeat(Duration::from_secs(5));
             streams.push(batches.messages().await?);
@@ -115,14 +140,7 @@ impl Notifier {
         if !self.bus.is_members_event(&message) {
             return (message, Ok(None));
         }
-        let told: Told = match serde_json::from_slice(&message.payload) {
-            Ok(told) => told,
-            // A newer member's event: its own kind tells of it.
-            Err(error) => {
-                tracing::debug!(%error, subject = %message.subject, "an event is not understood here");
-                return (message, Ok(None));
-            }
-        };
+        let Some(told) = told_in(&message) else { return (message, Ok(None)) };
         if Utc::now() - told.time > NEWS_FOR {
             return (message, Ok(None));
         }
@@ -131,7 +149,7 @@ impl Notifier {
     }
 
     /// What is to be said of the event to whom.
-    async fn words(&self, event: &Event) -> anyhow::Result<Vec<Word>> {
+    pub(super) async fn words(&self, event: &Event) -> anyhow::Result<Vec<Word>> {
         let mut words = Vec::new();
         for notice in Notice::of(event) {
             let Notice { audience, switch, data } = notice;
@@ -204,15 +222,8 @@ impl Notifier {
     }
 
     async fn say(&self, message: &Message, told: &Told, words: Vec<Word>) -> AckKind {
-        let about = About {
-            id: told.id,
-            kind: &told.kind,
-            subject: &told.subject,
-            time: told.time,
-            correlation_id: &told.correlationid,
-        };
         for Word { channel, data } in words {
-            let said = encoded(&about, &channel, &data);
+            let said = encoded(&told.about(), &channel, &data);
             if !self.bus.notify(channel.subject(), None, headers(message), said.into_bytes()).await {
                 tracing::warn!("a notification could not be published");
                 return AckKind::Nak(Some(AGAIN_AFTER));

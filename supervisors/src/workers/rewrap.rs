@@ -11,6 +11,7 @@ use chrono::{TimeDelta, Utc};
 use domain::allocation::{Allocation, Command as ToAllocation};
 use domain::authz::authorize;
 use domain::key_set::{Command as ToKeys, KeySet, Phase, Purpose};
+use domain::notification_endpoint::{Command as ToEndpoint, NotificationEndpoint};
 use domain::processor_event::{Command as ToEvent, ProcessorEvent};
 use domain::{Action, Event, Kind, Machine, Permit, Principal};
 use edge::keys::{set_id, stored};
@@ -130,10 +131,15 @@ impl Rewrapper {
 
     async fn reseal(&self, field: SealedField, outdated: &Outdated) -> anyhow::Result<()> {
         let anew = self.values.reseal(field, outdated)?;
-        if field.kind == Kind::ProcessorEvent {
-            self.tell::<ProcessorEvent>(outdated, ToEvent::Reseal { body_enc: anew }).await;
-        } else {
-            self.tell::<Allocation>(outdated, ToAllocation::Reseal { scheduler_request_enc: anew }).await;
+        match field.kind {
+            Kind::ProcessorEvent => {
+                self.tell::<ProcessorEvent>(outdated, ToEvent::Reseal { body_enc: anew }).await;
+            }
+            Kind::NotificationEndpoint => {
+                let command = ToEndpoint::Reseal { secret_enc: anew, is_former: field.is_former_secret() };
+                self.tell::<NotificationEndpoint>(outdated, command).await;
+            }
+            _ => self.tell::<Allocation>(outdated, ToAllocation::Reseal { scheduler_request_enc: anew }).await,
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Wakes entities whose time has come, but for billing accounts. The owner of a shard reads the deadline index, so that a deadline fires without its actor
+//! Wakes entities whose time has come, but for billing accounts and notification endpoints. The owner of a shard reads the deadline index, so that a deadline fires without its actor
 //! having been awake, and survives any restart.
 
 use super::pace::{self, Pacing};
@@ -54,9 +54,11 @@ async fn look(host: Arc<Host>, reads: Reads, passed_over: Vec<Uuid>) -> Vec<(Uui
     }
 }
 
-/// All but billing accounts, which come due by the thousand: [`super::accrual`] ticks them.
+/// All but billing accounts, which come due by the thousand ([`super::accrual`] ticks them), and notification endpoints, which are due when a
+/// message is ([`super::notification_delivery`] sends it).
 fn kinds() -> Vec<Kind> {
-    Kind::ALL.iter().copied().filter(|kind| *kind != Kind::BillingAccount).collect()
+    let others = |kind: &Kind| ![Kind::BillingAccount, Kind::NotificationEndpoint].contains(kind);
+    Kind::ALL.iter().copied().filter(others).collect()
 }
 
 struct Tick {

@@ -12,9 +12,29 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 /// A listener that ends TLS.
-struct Encrypted {
+pub struct Encrypted {
     listener: TcpListener,
     tls: TlsAcceptor,
+}
+
+impl Encrypted {
+    /// Listens on a free port of this machine.
+    ///
+    /// # Errors
+    /// Where certificate or key cannot be read, or there is no port.
+    pub async fn bind(certificate: &Path, key: &Path) -> anyhow::Result<Self> {
+        let chain = CertificateDer::pem_file_iter(certificate)?.collect::<Result<Vec<_>, _>>()?;
+        let key = PrivateKeyDer::from_pem_file(key)?;
+        let tls = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key)?;
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        Ok(Self { listener, tls: TlsAcceptor::from(Arc::new(tls)) })
+    }
+
+    /// # Errors
+    /// Where it does not listen any more.
+    pub fn port(&self) -> std::io::Result<u16> {
+        Ok(self.listener.local_addr()?.port())
+    }
 }
 
 /// Serves until it is killed; says its port on standard output.
@@ -22,12 +42,9 @@ struct Encrypted {
 /// # Errors
 /// Where certificate or key cannot be read, or there is no port.
 pub async fn serve(router: Router, certificate: &Path, key: &Path) -> anyhow::Result<()> {
-    let chain = CertificateDer::pem_file_iter(certificate)?.collect::<Result<Vec<_>, _>>()?;
-    let key = PrivateKeyDer::from_pem_file(key)?;
-    let tls = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key)?;
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    say(listener.local_addr()?.port())?;
-    axum::serve(Encrypted { listener, tls: TlsAcceptor::from(Arc::new(tls)) }, router).await?;
+    let listener = Encrypted::bind(certificate, key).await?;
+    say(listener.port()?)?;
+    axum::serve(listener, router).await?;
     Ok(())
 }
 

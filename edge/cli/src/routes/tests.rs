@@ -179,7 +179,7 @@ fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
         "TASK-TYPE" => "node.validate",
         "SKU" if !route.contains("/skus") => "h100x8",
         "SKU" | "NODE" | "TASK" | "ALLOCATION" | "SESSION" | "RECORDING" | "PAYMENT" | "ACCOUNT" | "EVENT" | "KEY"
-        | "SERVICE-ACCOUNT" | "MEMBER" | "BINDING" | "POLICY-VALUE" => ID,
+        | "SERVICE-ACCOUNT" | "ENDPOINT" | "MEMBER" | "BINDING" | "POLICY-VALUE" => ID,
         word => word,
     }
 }

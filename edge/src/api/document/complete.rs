@@ -31,6 +31,7 @@ const TAGS: &[(&str, &str)] = &[
     ("processor_event", "What the payment processor said, and what waits for an operator of it."),
     ("statement", "What an account came to in a month, to read, to file and to add up: as JSON, CSV and PDF."),
     ("notification", "What happens to what is yours, as it happens; and what operators say to all."),
+    ("notification_endpoint", "Webhooks and e-mail addresses that are told of it, and what could not be delivered."),
     ("ssh_key", "The public keys that open a user's allocations."),
     ("service_account", "Programs that act for a user, and their keys."),
     ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),

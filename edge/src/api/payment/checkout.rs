@@ -27,6 +27,7 @@ use crate::answer::{Explain as _, limited_by, not_answered};
 use crate::api::asking::{Asking, ByUser, replayed};
 use crate::api::billing::{holder_of, id_of};
 use crate::api::field::{AmountMinor, CurrencyCode, ReturnUrl};
+use crate::api::notification_endpoint::introduce;
 use crate::api::stored::{current, wait_until};
 use crate::body;
 use crate::correlation::{Scope, no_store};
@@ -95,7 +96,10 @@ pub(in crate::api) async fn checkout(
     asking.answer_changes();
     let answered = match asking.carried_out::<Payment>()? {
         Some(answered) => answered,
-        None => created(&services, payments, &asking, &new).await?,
+        None => {
+            introduce(&services, &asking).await;
+            created(&services, payments, &asking, &new).await?
+        }
     };
     let replayed = replayed(&answered);
     let till = Till { services: &services, payments, scope: &scope };

@@ -248,6 +248,7 @@ impl World {
         let placing = Arc::new(Mutex::new(Placing::Silent));
         let services = Services::new(Parts {
             runtime: Arc::new(Reported(reads.clone())),
+            delivery: crate::testing::delivery(),
             places: Places::new(directory.clone()),
             limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,

@@ -194,6 +194,7 @@ impl World {
         let address = listener.local_addr().unwrap();
         let directory = Directory::new(host, Arc::new(Alone));
         let services = Services::new(Parts {
+            delivery: crate::testing::delivery(),
             places: Places::new(directory.clone()),
             limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
             directory,

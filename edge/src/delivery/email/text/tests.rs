@@ -64,6 +64,21 @@ fn letter_in(body: &str) -> Letter {
     letter(&serde_json::from_str(body).unwrap(), ENDPOINT, SERVICE)
 }
 
+/// The commands of gpuctl with their flags, as its own test has them.
+const COMMANDS: &str =
+    include_str!("../../../../cli/src/snapshots/gpuctl__tests__the_commands_are_what_they_were.snap");
+
+/// The words of a command without its values, and its flags.
+fn command(line: &str) -> (Vec<&str>, Vec<&str>) {
+    let is_word = |word: &&str| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-') && !is_flag(word);
+    let words = line.split_whitespace().take_while(is_word).collect();
+    (words, line.split_whitespace().filter(is_flag).collect())
+}
+
+fn is_flag(word: &&str) -> bool {
+    word.starts_with("--")
+}
+
 /// Every type of event that can be notified.
 fn kinds() -> Vec<&'static str> {
     TOLD.iter().flat_map(|(_, kinds)| kinds.iter().copied()).chain(["notification.test"]).collect()
@@ -97,6 +112,19 @@ fn the_texts_are_as_reviewed() {
         let _ = write!(page, "===== {kind}\nSubject: {}\n\n{}\n", letter.subject, letter.text);
     }
     insta::assert_snapshot!(page);
+}
+
+#[test]
+fn every_command_in_a_text_is_one_of_gpuctl() {
+    let known: Vec<_> = COMMANDS.lines().filter(|line| line.starts_with("gpuctl ")).map(command).collect();
+    for kind in kinds() {
+        let letter = letter_of(kind, &data_of(kind));
+        for line in letter.text.lines().filter_map(|line| Some(&line[line.find("gpuctl ")?..])) {
+            let (words, flags) = command(line);
+            let is_known = known.iter().any(|(of, with)| *of == words && flags.iter().all(|flag| with.contains(flag)));
+            assert!(is_known, "{kind}: {line}");
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,649 @@
+//! Where a user or an organization is told of events outside of the API: a webhook's URL or an e-mail address, and the messages that wait
+//! for it (issue 16, *First use*; the design is in deploy/decisions/0034).
+//!
+//! ```text
+//! active ──an attempt fails, or messages are dead──▶ failing ──an attempt succeeds, none is dead──▶ active
+//!    └── its owner, 410 Gone, or days of failures ──▶ disabled ──its owner──▶ active          each ──▶ deleted
+//! ```
+//!
+//! A message waits in the endpoint's queue until an attempt succeeds. Each message has its own backoff, and the endpoint pauses after a
+//! failure, so that a receiver that is down is asked once per pause and not once per message. What was tried too often, or for too long, or
+//! finds the queue full is a dead letter, which its owner or an operator sends again or dismisses.
+
+mod queue;
+
+#[cfg(test)]
+mod tests;
+
+pub use queue::{Attempt, BODY_MOST, Message, Queue, Waiting};
+
+use crate::audit::{Audit, AuditAction};
+use crate::authz::{Action, Caller, Principal};
+use crate::billing_account::Holder;
+use crate::id::{EntityRef, Kind, NotificationEndpointId};
+use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::policy::{Key, Scopes};
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use uuid::Uuid;
+
+/// The longest URL or e-mail address, in bytes.
+pub const ADDRESS_MOST: usize = 2048;
+/// How long the secret before is used beside its successor, so that receivers are changed without a gap.
+const FORMER_SECRET_KEPT_FOR: TimeDelta = TimeDelta::hours(24);
+/// An endpoint that has failed for so long, without one success, is disabled (Standard Webhooks, *Operational considerations*).
+const DISABLED_AFTER: TimeDelta = TimeDelta::days(5);
+/// What is kept of a reason, in characters.
+const REASON_MOST: usize = 200;
+/// The event of a message that its owner asks for, to try the endpoint.
+pub const TEST: &str = "notification.test";
+
+/// The events of which an e-mail tells unless its owner chooses others: money that ends, and machines that are lost.
+pub const MAILED: &[&str] = &[
+    "billing.balance_low",
+    "billing.balance_depleted",
+    "provisioning.failed",
+    "provisioning.released",
+    "provisioning.release_exhausted",
+    "node.tenant_faulted",
+    "node.state_changed",
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NotificationEndpoint {
+    pub id: NotificationEndpointId,
+    pub holder: Holder,
+    pub target: Target,
+    /// The secret that signs messages, sealed, in base64. An e-mail address has none.
+    pub secret_enc: Option<String>,
+    /// The secret before, and until when it signs too.
+    pub former_secret: Option<FormerSecret>,
+    /// The types of events that it is told of; `None`: all.
+    pub events: Option<BTreeSet<String>>,
+    /// Which of the holder's places it has; `None` of the e-mail address that came with a token.
+    pub place: Option<u16>,
+    pub created_by: String,
+    pub created_at: Timestamp,
+    pub queue: Queue,
+    pub phase: Phase,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Target {
+    Webhook { url: String },
+    Email { address: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FormerSecret {
+    pub secret_enc: String,
+    pub until: Timestamp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "snake_case")]
+pub enum Phase {
+    Active,
+    /// Nothing is queued and nothing is sent.
+    Disabled {
+        since: Timestamp,
+        because: Disabled,
+    },
+    Deleted {
+        at: Timestamp,
+    },
+}
+
+/// Why an endpoint is disabled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Disabled {
+    /// Its owner disabled it.
+    ByOwner,
+    /// It answered 410 Gone.
+    Gone,
+    /// It failed for days.
+    Failing,
+}
+
+impl Disabled {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ByOwner => "by_owner",
+            Self::Gone => "gone",
+            Self::Failing => "failing",
+        }
+    }
+}
+
+/// What changes of an endpoint; `None` stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Change {
+    pub url: Option<String>,
+    /// `Some(None)`: all events.
+    pub events: Option<Option<BTreeSet<String>>>,
+    pub is_enabled: Option<bool>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Create {
+        holder: Holder,
+        target: Target,
+        secret_enc: Option<String>,
+        events: Option<BTreeSet<String>>,
+        place: u16,
+    },
+    /// The identity provider has verified this address of the user's.
+    Introduce {
+        user_id: String,
+        address: String,
+    },
+    Change {
+        change: Change,
+    },
+    RotateSecret {
+        secret_enc: String,
+    },
+    Delete,
+    /// Something that it is to be told.
+    Enqueue {
+        message: Message,
+    },
+    /// Its owner tries it.
+    Test {
+        body: String,
+    },
+    /// The receiver has the message.
+    Delivered {
+        message_id: Uuid,
+    },
+    /// An attempt came to nothing.
+    Failed {
+        message_id: Uuid,
+        failure: Failure,
+    },
+    /// Sends dead letters again: one, or all.
+    Resend {
+        message_id: Option<Uuid>,
+        reason: Option<String>,
+    },
+    /// Gives dead letters up: one, or all.
+    Dismiss {
+        message_id: Option<Uuid>,
+        reason: Option<String>,
+    },
+    /// The same secret, or the one before, under another key of the key ring.
+    Reseal {
+        secret_enc: String,
+        is_former: bool,
+    },
+    Tick,
+}
+
+/// Why an attempt came to nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    pub why: String,
+    /// Another attempt at this message would come to nothing, too.
+    pub is_final: bool,
+    /// The receiver says that it is there no more.
+    pub is_gone: bool,
+    /// The receiver says how long to wait.
+    pub retry_after_seconds: Option<u32>,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Create { .. } => "create",
+            Self::Introduce { .. } => "introduce",
+            Self::Change { .. } => "change",
+            Self::RotateSecret { .. } => "rotate_secret",
+            Self::Delete => "delete",
+            Self::Enqueue { .. } => "enqueue",
+            Self::Test { .. } => "test",
+            Self::Delivered { .. } => "delivered",
+            Self::Failed { .. } => "failed",
+            Self::Resend { .. } => "resend",
+            Self::Dismiss { .. } => "dismiss",
+            Self::Reseal { .. } => "reseal",
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. }
+            | Self::Change { .. }
+            | Self::RotateSecret { .. }
+            | Self::Delete
+            | Self::Test { .. }
+            | Self::Resend { .. }
+            | Self::Dismiss { .. } => Action::KeepNotificationEndpoints,
+            Self::Introduce { .. }
+            | Self::Enqueue { .. }
+            | Self::Delivered { .. }
+            | Self::Failed { .. }
+            | Self::Reseal { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Create { .. })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Shown {
+        endpoint: Box<NotificationEndpoint>,
+    },
+    /// So many dead letters were concerned.
+    Letters {
+        count: u32,
+        endpoint: Box<NotificationEndpoint>,
+    },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    /// Also where it is somebody else's, who is not to know of it.
+    #[error("there is no such notification endpoint")]
+    NotFound,
+    #[error("the notification endpoint exists already")]
+    Exists,
+    #[error("{limit} notification endpoints are there, which is the most; delete one first")]
+    TooMany { limit: i64 },
+    #[error("another notification endpoint is being made at this moment")]
+    PlaceTaken,
+    #[error("an e-mail address has no URL and no secret")]
+    NotAWebhook,
+    #[error("the notification endpoint is disabled; enable it first")]
+    IsDisabled,
+    #[error("there is no such dead letter")]
+    NoSuchLetter,
+}
+
+impl Machine for NotificationEndpoint {
+    const KIND: Kind = Kind::NotificationEndpoint;
+    /// The bounds of [`Queue`], and as much again for how JSON writes a text inside of a text.
+    const SNAPSHOT_MOST: usize = 1024 * 1024;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Some(endpoint) = state else { return Self::begin(command, ctx) };
+        if let Command::Introduce { address, .. } = command {
+            return Ok(endpoint.introduced_again(address));
+        }
+        if matches!(endpoint.phase, Phase::Deleted { .. }) {
+            return match command {
+                Command::Create { .. } => Err(Rejection::Exists),
+                Command::Change { .. }
+                | Command::RotateSecret { .. }
+                | Command::Delete
+                | Command::Test { .. }
+                | Command::Resend { .. }
+                | Command::Dismiss { .. } => Err(Rejection::NotFound),
+                _ => Ok(Step::stay(Reply::Done)),
+            };
+        }
+        if command_is_a_person_s(&command) && !endpoint.is_for(ctx.by) {
+            return Err(Rejection::NotFound);
+        }
+        match command {
+            Command::Create { .. } => Err(Rejection::Exists),
+            Command::Introduce { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Change { change } => endpoint.changed(change, ctx),
+            Command::RotateSecret { secret_enc } => endpoint.secret_rotated(secret_enc, ctx),
+            Command::Delete => Ok(endpoint.deleted(ctx)),
+            Command::Enqueue { message } => Ok(endpoint.enqueued(message, ctx)),
+            Command::Test { body } => endpoint.tested(body, ctx),
+            Command::Delivered { message_id } => Ok(endpoint.delivered(message_id, ctx)),
+            Command::Failed { message_id, failure } => Ok(endpoint.failed(message_id, failure, ctx)),
+            Command::Resend { message_id, reason } => endpoint.resent(message_id, reason.as_deref(), ctx),
+            Command::Dismiss { message_id, reason } => endpoint.dismissed(message_id, reason.as_deref(), ctx),
+            Command::Reseal { secret_enc, is_former } => Ok(endpoint.resealed(secret_enc, is_former)),
+        }
+    }
+
+    /// Somebody else took the place at the same time.
+    fn decide_without(
+        _: Option<&Self>,
+        _: Command,
+        _: &BTreeMap<String, Uuid>,
+        _: &Ctx<'_>,
+    ) -> Result<Step<Self>, Rejection> {
+        Err(Rejection::PlaceTaken)
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Active if self.queue.is_failing() => "failing",
+            Phase::Active => "active",
+            Phase::Disabled { .. } => "disabled",
+            Phase::Deleted { .. } => "deleted",
+        }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        match self.phase {
+            Phase::Active => self.queue.next_attempt_at(),
+            Phase::Disabled { .. } | Phase::Deleted { .. } => None,
+        }
+    }
+
+    fn keys(&self) -> Keys {
+        Keys { owner: Some(self.holder.to_string()), ..Keys::default() }
+    }
+
+    fn claims(&self) -> BTreeSet<String> {
+        match (self.phase, self.place) {
+            (Phase::Active | Phase::Disabled { .. }, Some(place)) => {
+                [format!("notification-endpoint/{place}/{}", self.holder)].into()
+            }
+            (Phase::Deleted { .. }, _) | (_, None) => BTreeSet::new(),
+        }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+/// On one line, and no longer than what is kept.
+fn short(why: &str) -> String {
+    why.chars().map(|it| if it.is_control() { ' ' } else { it }).take(REASON_MOST).collect()
+}
+
+fn command_is_a_person_s(command: &Command) -> bool {
+    machine::Command::action(command) == Action::KeepNotificationEndpoints
+}
+
+impl NotificationEndpoint {
+    /// True where `who` may see and change it: the user, whoever's token names the organization, or an administrator.
+    #[must_use]
+    pub fn is_for(&self, who: &Principal) -> bool {
+        let is_holder = |caller: &Caller| match &self.holder {
+            Holder::User(id) => caller.user_id == *id,
+            Holder::Org(id) => caller.org_id.as_ref() == Some(id),
+        };
+        !matches!(self.phase, Phase::Deleted { .. })
+            && (who.is_admin() || matches!(who, Principal::Caller(caller) if is_holder(caller)))
+    }
+
+    /// True where it is to be told of events of this type.
+    #[must_use]
+    pub fn wants(&self, event: &str) -> bool {
+        let is_chosen = self.events.as_ref().is_none_or(|events| events.contains(event));
+        self.phase == Phase::Active && (is_chosen || event == TEST)
+    }
+
+    /// The secrets that sign messages now, sealed, the newest first.
+    pub fn secrets(&self, now: Timestamp) -> impl Iterator<Item = &str> {
+        let former = self.former_secret.iter().filter(move |former| now < former.until);
+        self.secret_enc.as_deref().into_iter().chain(former.map(|former| former.secret_enc.as_str()))
+    }
+
+    #[must_use]
+    pub const fn exists(&self) -> bool {
+        !matches!(self.phase, Phase::Deleted { .. })
+    }
+
+    /// True of the endpoint of this e-mail address.
+    #[must_use]
+    pub fn is_at(&self, wanted: &str) -> bool {
+        matches!(&self.target, Target::Email { address } if address == wanted)
+    }
+
+    /// The policies that hold for it.
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        self.holder.scopes()
+    }
+
+    fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        match command {
+            Command::Create { holder, target, secret_enc, events, place } => {
+                let limit = ctx.policy.int(Key::NotificationEndpoints, &holder.scopes(), ctx.now);
+                if i64::from(place) >= limit {
+                    return Err(Rejection::TooMany { limit });
+                }
+                let endpoint = Self::new(holder, target, secret_enc, events, Some(place), ctx);
+                // Whoever asks for another holder's endpoint is refused before it is there.
+                if !endpoint.is_for(ctx.by) {
+                    return Err(Rejection::NotFound);
+                }
+                let audit = endpoint.audit(AuditAction::NotificationEndpointsCreate, &json!({}));
+                Ok(Step::to(endpoint.clone(), endpoint.shown(), "its owner made it").audit(audit))
+            }
+            Command::Introduce { user_id, address } => {
+                let events = MAILED.iter().map(|event| (*event).to_owned()).collect();
+                let (holder, target) = (Holder::User(user_id), Target::Email { address });
+                let endpoint = Self::new(holder, target, None, Some(events), None, ctx);
+                Ok(Step::to(endpoint, Reply::Done, "the identity provider has verified the address"))
+            }
+            Command::Change { .. }
+            | Command::RotateSecret { .. }
+            | Command::Delete
+            | Command::Test { .. }
+            | Command::Resend { .. }
+            | Command::Dismiss { .. } => Err(Rejection::NotFound),
+            Command::Enqueue { .. }
+            | Command::Delivered { .. }
+            | Command::Failed { .. }
+            | Command::Reseal { .. }
+            | Command::Tick => Ok(Step::stay(Reply::Done)),
+        }
+    }
+
+    fn new(
+        holder: Holder,
+        target: Target,
+        secret_enc: Option<String>,
+        events: Option<BTreeSet<String>>,
+        place: Option<u16>,
+        ctx: &Ctx<'_>,
+    ) -> Self {
+        Self {
+            id: NotificationEndpointId(ctx.id),
+            holder,
+            target,
+            secret_enc,
+            former_secret: None,
+            events,
+            place,
+            created_by: ctx.by.to_string(),
+            created_at: ctx.now,
+            queue: Queue::default(),
+            phase: Phase::Active,
+        }
+    }
+
+    /// The address follows the identity provider's. Whether it is used, and for what, stays its owner's choice.
+    fn introduced_again(&self, address: String) -> Step<Self> {
+        let target = Target::Email { address };
+        if self.target == target || matches!(self.phase, Phase::Deleted { .. }) {
+            return Step::stay(Reply::Done);
+        }
+        Step::to(Self { target, ..self.clone() }, Reply::Done, "the identity provider has verified another address")
+    }
+
+    fn changed(&self, change: Change, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let mut next = self.clone();
+        if let Some(to) = change.url {
+            let Target::Webhook { url } = &mut next.target else { return Err(Rejection::NotAWebhook) };
+            *url = to;
+        }
+        if let Some(events) = change.events {
+            next.events = events;
+        }
+        match (change.is_enabled, self.phase) {
+            (Some(false), Phase::Active) => {
+                next.phase = Phase::Disabled { since: ctx.now, because: Disabled::ByOwner };
+            }
+            (Some(true), Phase::Disabled { .. }) => {
+                next.phase = Phase::Active;
+                next.queue.resume(ctx.now);
+            }
+            _ => {}
+        }
+        if next == *self {
+            return Ok(Step::stay(self.shown()));
+        }
+        let audit = next.audit(AuditAction::NotificationEndpointsUpdate, &json!({ "is_enabled": next.is_enabled() }));
+        Ok(Step::to(next.clone(), next.shown(), "its owner changed it").audit(audit))
+    }
+
+    fn secret_rotated(&self, secret_enc: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let Some(former) = self.secret_enc.clone() else { return Err(Rejection::NotAWebhook) };
+        let former = FormerSecret { secret_enc: former, until: ctx.now + FORMER_SECRET_KEPT_FOR };
+        let next = Self { secret_enc: Some(secret_enc), former_secret: Some(former), ..self.clone() };
+        let audit = next.audit(AuditAction::NotificationEndpointsRotateSecret, &json!({}));
+        Ok(Step::to(next.clone(), next.shown(), "its owner rotated the secret").audit(audit))
+    }
+
+    fn deleted(&self, ctx: &Ctx<'_>) -> Step<Self> {
+        let audit = self.audit(
+            AuditAction::NotificationEndpointsDelete,
+            &json!({ "waiting": self.queue.waiting.len(), "dead_letters": self.queue.dead.len() }),
+        );
+        let next = Self {
+            secret_enc: None,
+            former_secret: None,
+            queue: Queue::default(),
+            phase: Phase::Deleted { at: ctx.now },
+            ..self.clone()
+        };
+        Step::to(next, Reply::Done, "its owner deleted it").audit(audit)
+    }
+
+    fn enqueued(&self, message: Message, ctx: &Ctx<'_>) -> Step<Self> {
+        if !self.wants(&message.event) || self.queue.knows(message.id) {
+            return Step::stay(Reply::Done);
+        }
+        let mut next = self.clone();
+        next.queue.push(message, ctx.now);
+        Step::to(next, Reply::Done, "there is something to tell")
+    }
+
+    fn tested(&self, body: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        if self.phase != Phase::Active {
+            return Err(Rejection::IsDisabled);
+        }
+        let mut next = self.clone();
+        next.queue.push(Message { id: ctx.new_id(0), event: TEST.to_owned(), body }, ctx.now);
+        let audit = self.audit(AuditAction::NotificationEndpointsTest, &json!({}));
+        Ok(Step::to(next.clone(), next.shown(), "its owner tries it").audit(audit))
+    }
+
+    fn delivered(&self, message_id: Uuid, ctx: &Ctx<'_>) -> Step<Self> {
+        let mut next = self.clone();
+        if !next.queue.delivered(message_id, ctx.now) {
+            return Step::stay(Reply::Done);
+        }
+        Step::to(next, Reply::Done, "the receiver has a message")
+    }
+
+    fn failed(&self, message_id: Uuid, failure: Failure, ctx: &Ctx<'_>) -> Step<Self> {
+        let most = ctx.policy.int(Key::NotificationDeliveryMaxAttempts, &self.scopes(), ctx.now);
+        let failure = Failure { why: short(&failure.why), ..failure };
+        let mut next = self.clone();
+        if !next.queue.failed(message_id, &failure, most, ctx) {
+            return Step::stay(Reply::Done);
+        }
+        let for_days = next.queue.failing_since.is_some_and(|since| ctx.now - since >= DISABLED_AFTER);
+        let because = match (failure.is_gone, for_days) {
+            (true, _) => Some(Disabled::Gone),
+            (false, true) => Some(Disabled::Failing),
+            (false, false) => None,
+        };
+        if let (Some(because), Phase::Active) = (because, self.phase) {
+            next.phase = Phase::Disabled { since: ctx.now, because };
+            return Step::to(next, Reply::Done, format!("it is disabled: {}", because.name()));
+        }
+        Step::to(next, Reply::Done, "an attempt came to nothing")
+    }
+
+    fn resent(&self, message_id: Option<Uuid>, reason: Option<&str>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        if self.phase != Phase::Active {
+            return Err(Rejection::IsDisabled);
+        }
+        let mut next = self.clone();
+        let count = next.queue.resend(message_id, ctx.now);
+        self.letters(next, count, AuditAction::NotificationEndpointsResend, message_id, reason)
+    }
+
+    fn dismissed(&self, message_id: Option<Uuid>, reason: Option<&str>, _: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+        let mut next = self.clone();
+        let count = next.queue.dismiss(message_id);
+        self.letters(next, count, AuditAction::NotificationEndpointsDismiss, message_id, reason)
+    }
+
+    fn letters(
+        &self,
+        next: Self,
+        count: u32,
+        action: AuditAction,
+        message_id: Option<Uuid>,
+        reason: Option<&str>,
+    ) -> Result<Step<Self>, Rejection> {
+        if count == 0 && message_id.is_some() {
+            return Err(Rejection::NoSuchLetter);
+        }
+        let reply = Reply::Letters { count, endpoint: Box::new(next.clone()) };
+        if count == 0 {
+            return Ok(Step::stay(reply));
+        }
+        let audit = self.audit(action, &json!({ "message_id": message_id, "count": count, "reason": reason }));
+        Ok(Step::to(next, reply, format!("{count} dead letters were settled")).audit(audit))
+    }
+
+    fn resealed(&self, anew: String, is_former: bool) -> Step<Self> {
+        let mut next = self.clone();
+        let sealed = match is_former {
+            true => next.former_secret.as_mut().map(|former| &mut former.secret_enc),
+            false => next.secret_enc.as_mut(),
+        };
+        let Some(sealed) = sealed else { return Step::stay(Reply::Done) };
+        *sealed = anew;
+        Step::to(next, Reply::Done, "the key at rest was rotated")
+    }
+
+    #[must_use]
+    pub const fn is_enabled(&self) -> bool {
+        matches!(self.phase, Phase::Active)
+    }
+
+    fn shown(&self) -> Reply {
+        Reply::Shown { endpoint: Box::new(self.clone()) }
+    }
+
+    fn audit(&self, action: AuditAction, more: &Value) -> Audit {
+        let (kind, host) = match &self.target {
+            Target::Webhook { url } => ("webhook", url.split('/').nth(2).unwrap_or_default()),
+            Target::Email { .. } => ("email", ""),
+        };
+        // A URL may hold a secret in its path, and an address is a person's.
+        let mut metadata = json!({ "holder": self.holder.to_string(), "kind": kind, "host": host });
+        if let (Some(metadata), Some(more)) = (metadata.as_object_mut(), more.as_object()) {
+            metadata.extend(more.clone());
+        }
+        Audit::new(action, EntityRef { kind: Kind::NotificationEndpoint, id: self.id.0 }, metadata)
+    }
+}

@@ -1,0 +1,280 @@
+//! Where events are told outside of the API: webhooks and e-mail addresses, and the messages that could not be delivered.
+
+use crate::api::{Api, Query};
+use crate::complete;
+use crate::confirm::Confirm;
+use crate::failure::Failure;
+use crate::out::Column;
+use crate::reference::{NOTIFICATION_ENDPOINT, Ref};
+use serde_json::{Map, Value, json};
+use uuid::Uuid;
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Command {
+    /// Your endpoints, oldest first.
+    #[command(visible_alias = "ls")]
+    List {
+        /// Those of your organisation.
+        #[arg(long, conflicts_with_all = ["all", "state"])]
+        org: bool,
+        /// Administrators: everybody's.
+        #[arg(long)]
+        all: bool,
+        /// Administrators: those in this state.
+        #[arg(long, requires = "all", value_parser = ["active", "failing", "disabled"])]
+        state: Option<String>,
+        /// At most so many.
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
+        limit: u16,
+    },
+    /// Makes an endpoint, and prints the secret of a webhook.
+    Create(Create),
+    /// One endpoint, with its last attempts.
+    Show {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+    },
+    /// Changes an endpoint, or switches it on or off.
+    Set(Set),
+    /// Deletes an endpoint, with the messages that wait for it.
+    #[command(visible_alias = "rm")]
+    Delete {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
+    /// Prints the secret that signs a webhook's messages.
+    Secret {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+    },
+    /// Gives a webhook another secret. The one before signs for 24 hours beside it.
+    RotateSecret {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+    },
+    /// Sends the endpoint a test message.
+    Test {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+    },
+    /// Messages that were tried in vain too often.
+    DeadLetters {
+        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        endpoint: Ref,
+    },
+    /// Sends dead letters again.
+    Resend(Letters),
+    /// Gives dead letters up.
+    Dismiss(Letters),
+}
+
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("target").required(true))]
+pub(crate) struct Create {
+    /// A webhook: where messages are posted.
+    #[arg(long, group = "target")]
+    url: Option<String>,
+    /// An e-mail to the address that your identity provider has verified.
+    #[arg(long, group = "target")]
+    email: bool,
+    /// The type of an event that it is told of, and again for more; all where it is left out.
+    #[arg(long = "event", value_name = "TYPE")]
+    events: Vec<String>,
+    /// For your organisation's events.
+    #[arg(long)]
+    org: bool,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("change").required(true).multiple(true))]
+pub(crate) struct Set {
+    #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+    endpoint: Ref,
+    /// Where a webhook's messages are posted.
+    #[arg(long, group = "change")]
+    url: Option<String>,
+    /// The type of an event that it is told of, and again for more.
+    #[arg(long = "event", value_name = "TYPE", group = "change")]
+    events: Vec<String>,
+    /// All events.
+    #[arg(long, group = "change", conflicts_with = "events")]
+    all_events: bool,
+    /// What waits is sent at once.
+    #[arg(long, group = "change")]
+    enable: bool,
+    /// Nothing is sent, and nothing is kept to be sent.
+    #[arg(long, group = "change", conflicts_with = "enable")]
+    disable: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Letters {
+    #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+    endpoint: Ref,
+    /// This message alone.
+    #[arg(long, value_name = "ID")]
+    message: Option<Uuid>,
+    /// Why; it stands in the audit log.
+    #[arg(long, value_name = "TEXT")]
+    reason: Option<String>,
+}
+
+const IN_A_LIST: [Column; 7] = [
+    ("ID", "/id"),
+    ("KIND", "/kind"),
+    ("URL", "/url"),
+    ("ADDRESS", "/address"),
+    ("STATE", "/state"),
+    ("WAITING", "/waiting"),
+    ("DEAD", "/dead_letters"),
+];
+
+const ALONE: [Column; 16] = [
+    ("id", "/id"),
+    ("kind", "/kind"),
+    ("url", "/url"),
+    ("address", "/address"),
+    ("user", "/user_id"),
+    ("organisation", "/org_id"),
+    ("events", "/events"),
+    ("state", "/state"),
+    ("disabled because", "/disabled_because"),
+    ("failing since", "/failing_since"),
+    ("waiting", "/waiting"),
+    ("next attempt", "/next_attempt_at"),
+    ("dead letters", "/dead_letters"),
+    ("forgotten", "/forgotten"),
+    ("created", "/created_at"),
+    ("by", "/created_by"),
+];
+
+const ATTEMPTS: [Column; 4] = [("MESSAGE", "/message_id"), ("EVENT", "/event"), ("AT", "/at"), ("ERROR", "/error")];
+
+const DEAD: [Column; 5] = [
+    ("MESSAGE", "/message_id"),
+    ("EVENT", "/event"),
+    ("QUEUED", "/queued_at"),
+    ("ATTEMPTS", "/attempts"),
+    ("LAST ERROR", "/last_error"),
+];
+
+const SECRET: [Column; 1] = [("secret", "/secret")];
+
+/// Administrators' list of everybody's.
+const EVERYBODYS: &str = "/api/v1/admin/notification-endpoints";
+
+fn path(endpoint: Uuid) -> String {
+    format!("{}/{endpoint}", NOTIFICATION_ENDPOINT.path)
+}
+
+pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
+    match command {
+        Command::List { org, all, state, limit } => {
+            let mut query: Query<'_> = state.map(|state| ("state", state)).into_iter().collect();
+            if org {
+                query.push(("holder", "org".to_owned()));
+            }
+            let path = if all { EVERYBODYS } else { NOTIFICATION_ENDPOINT.path };
+            api.out.list(&api.list(path, &query, limit.into()).await?, &IN_A_LIST)
+        }
+        Command::Create(wanted) => create(wanted, api).await,
+        Command::Show { endpoint } => {
+            let found = api.get(&path(endpoint.id(&NOTIFICATION_ENDPOINT, api).await?), &[]).await?;
+            if api.out.is_json() {
+                return api.out.json(&found);
+            }
+            api.out.show(&found, &ALONE)?;
+            api.out.rows_below(&found["attempts"], &ATTEMPTS)
+        }
+        Command::Set(change) => {
+            let id = change.endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            api.out.show(&api.patch(&path(id), &change.body()).await?, &ALONE)
+        }
+        Command::Delete { endpoint, confirm } => {
+            let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            confirm
+                .ask(&format!("Delete notification endpoint {endpoint} ({id}) with the messages that wait for it?"))?;
+            let deleted = api.delete(&path(id), &[]).await?;
+            api.out.done(&deleted, &format!("Notification endpoint {endpoint} is deleted."))
+        }
+        Command::Secret { endpoint } => {
+            let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            api.out.show(&api.get(&format!("{}/secret", path(id)), &[]).await?, &SECRET)
+        }
+        Command::RotateSecret { endpoint } => {
+            let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            api.out.show(&api.post_empty(&format!("{}/secret", path(id))).await?, &SECRET)?;
+            api.out.say("Messages are signed with the secret before, too, for 24 hours.");
+            Ok(())
+        }
+        Command::Test { endpoint } => {
+            let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            let asked = api.post_empty(&format!("{}/test", path(id))).await?;
+            let next =
+                format!("A test message is on its way. What came of it: gpuctl notification-endpoints show {id}");
+            api.out.done(&asked, &next)
+        }
+        Command::DeadLetters { endpoint } => {
+            let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+            api.out.list(&api.get(&format!("{}/dead-letters", path(id)), &[]).await?, &DEAD)
+        }
+        Command::Resend(letters) => letters.settle("resend", api).await,
+        Command::Dismiss(letters) => letters.settle("dismiss", api).await,
+    }
+}
+
+async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
+    let mut body = json!({ "kind": if wanted.email { "email" } else { "webhook" } });
+    if let Some(url) = wanted.url {
+        body["url"] = json!(url);
+    }
+    if !wanted.events.is_empty() {
+        body["events"] = json!(wanted.events);
+    }
+    if wanted.org {
+        body["holder"] = json!("org");
+    }
+    let made = api.post(NOTIFICATION_ENDPOINT.path, &body).await?;
+    api.out.show(&made, &ALONE)?;
+    if wanted.email {
+        return Ok(());
+    }
+    let id = crate::text::cell(&made["id"]);
+    api.out.say(&format!("Its receiver needs the secret: gpuctl notification-endpoints secret {id}"));
+    Ok(())
+}
+
+impl Set {
+    fn body(&self) -> Value {
+        let mut body = Map::new();
+        if let Some(url) = &self.url {
+            body.insert("url".to_owned(), json!(url));
+        }
+        if self.all_events {
+            body.insert("events".to_owned(), Value::Null);
+        } else if !self.events.is_empty() {
+            body.insert("events".to_owned(), json!(self.events));
+        }
+        if self.enable || self.disable {
+            body.insert("enabled".to_owned(), json!(self.enable));
+        }
+        body.into()
+    }
+}
+
+impl Letters {
+    async fn settle(self, how: &str, api: &Api) -> Result<(), Failure> {
+        let id = self.endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
+        let mut body = json!({});
+        if let Some(message) = self.message {
+            body["message_id"] = json!(message);
+        }
+        if let Some(reason) = self.reason {
+            body["reason"] = json!(reason);
+        }
+        let settled = api.post(&format!("{}/dead-letters/{how}", path(id)), &body).await?;
+        api.out.show(&settled, &ALONE)
+    }
+}
