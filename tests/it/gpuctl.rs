@@ -96,7 +96,9 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
 #[tokio::test(flavor = "multi_thread")]
 async fn allocations_and_nodes_are_named_labelled_and_found_by_command_line() {
     let mut world = World::start().await;
+    // One for each of the two allocations.
     let node = world.node("h100").await;
+    world.node("h100").await;
     let user = world.logged_in("user").await;
     let other = rented(&user).await;
     let named = ["--name", "train 7", "--label", "env=dev", "--label", "example.com/team=ml"];

@@ -120,6 +120,8 @@ async fn things(world: &mut World) -> Vec<Thing> {
     let second_key = json!({ "name": "swept too", "public_key": ssh_public_key("swept too") });
     let second_key = world.user.post("/api/v1/ssh-keys", &second_key).await.created();
     let user_id = world.identity.person("user").expect("the user is known").id;
+    let endpoint = json!({ "kind": "webhook", "url": "https://receiver.example/hooks" });
+    let endpoint = world.user.post("/api/v1/notification-endpoints", &endpoint).await.created();
     let account = world.user.post(ACCOUNTS, &json!({ "name": "swept" })).await.created();
     let account_key = format!("{ACCOUNTS}/{}/keys", id_of(&account));
     let account_key = world.user.once(Method::POST, &account_key, None).await.created();
@@ -169,6 +171,7 @@ async fn things(world: &mut World) -> Vec<Thing> {
         ("/terminal/assets/{name}", vec![("{name}", "main.js".to_owned())]),
         ("/terminal/{allocation_id}", vec![("{allocation_id}", alive.id.to_string())]),
         one("/api/v1/allocations/{id}", id_of(&allocation)),
+        one("/api/v1/notification-endpoints/{id}", id_of(&endpoint)),
         one("/api/v1/recordings/{id}", terminal.session),
         ("/recordings/{session_id}", vec![("{session_id}", terminal.session.to_string())]),
         (
@@ -245,6 +248,10 @@ async fn tried(by: &Client, operation: &Operation, path: &str) -> u16 {
         let mut body = json["example"].clone();
         // The example names a session that is nobody's; without one the token is for a new one.
         if path.ends_with("/terminal-tokens") {
+            body = json!({});
+        }
+        // And a dead letter that is none.
+        if path.contains("/dead-letters/") {
             body = json!({});
         }
         // And keys that are nobody's.

@@ -81,6 +81,7 @@ enum DisabledBecause {
 /// An endpoint to be made.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
+#[schema(example = json!({ "kind": "webhook", "url": "https://receiver.example/hooks" }))]
 pub(super) struct NewNotificationEndpoint {
     kind: EndpointKind,
     /// Of a webhook: where messages are posted. An e-mail goes to the address that your identity provider has verified.
@@ -108,6 +109,7 @@ pub(super) struct NotificationEndpointChange {
     events: Option<Option<Vec<EventName>>>,
     /// A disabled endpoint is told of nothing. When it is enabled again, what waits is sent at once.
     #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[schema(example = true)]
     enabled: Option<bool>,
 }
 
@@ -155,6 +157,7 @@ pub(super) struct EndpointView {
     id: Uuid,
     kind: EndpointKind,
     /// Of a webhook.
+    #[schema(example = "https://receiver.example/hooks")]
     url: Option<String>,
     /// Of an e-mail.
     address: Option<String>,
@@ -384,10 +387,7 @@ pub(super) async fn secret(
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let endpoint = own(&services, &asking, id).await?;
-    if !is_held_by(&endpoint, &asking) {
-        return Err(ApiError::forbidden("The secret of a webhook is shown to its holder alone."));
-    }
+    let endpoint = held(&services, &asking, id).await?;
     secret_of(&services, &endpoint)
 }
 
@@ -406,10 +406,7 @@ pub(super) async fn rotate_secret(
     Path(id): Path<Uuid>,
     _: NoBody,
 ) -> Result<Response, ApiError> {
-    let endpoint = own(&services, &asking, id).await?;
-    if !is_held_by(&endpoint, &asking) {
-        return Err(ApiError::forbidden("The secret of a webhook is rotated by its holder alone."));
-    }
+    held(&services, &asking, id).await?;
     let secret_enc = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
     let answered = asking.ask_unstored::<NotificationEndpoint>(id, Command::RotateSecret { secret_enc }).await?;
     let (Reply::Shown { endpoint } | Reply::Letters { endpoint, .. }) = answered.reply else {
@@ -520,11 +517,14 @@ async fn own(services: &Services, asking: &Asking, id: Uuid) -> Result<Notificat
     found.map(|found| NotificationEndpoint::clone(&found.it)).ok_or_else(not_there)
 }
 
-fn is_held_by(endpoint: &NotificationEndpoint, asking: &Asking) -> bool {
-    match &endpoint.holder {
+/// The caller's own, or their organization's: a secret is nobody else's, not even an administrator's.
+async fn held(services: &Services, asking: &Asking, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
+    let endpoint = own(services, asking, id).await?;
+    let is_theirs = match &endpoint.holder {
         Holder::User(id) => *id == asking.caller.user_id,
         Holder::Org(id) => asking.caller.org_id.as_ref() == Some(id),
-    }
+    };
+    is_theirs.then_some(endpoint).ok_or_else(|| ApiError::not_found("secret of yours"))
 }
 
 fn secret_of(services: &Services, endpoint: &NotificationEndpoint) -> Result<Response, ApiError> {

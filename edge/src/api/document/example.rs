@@ -32,6 +32,8 @@ const LOOKS: &[(&str, &str)] = &[
     ("Statement", "Two tenants; both have been told, and can move to h200-8."),
     ("Label", "laptop"),
     ("ResourceName", "training-7"),
+    ("ReceiverUrl", "https://receiver.example/hooks"),
+    ("EventName", "billing.balance_low"),
     ("user_id", "6f1c0b0e-41f2-4f0e-9d9b-0b8f6f5f2a11"),
     ("owner_user_id", "6f1c0b0e-41f2-4f0e-9d9b-0b8f6f5f2a11"),
     ("created_by", "6f1c0b0e-41f2-4f0e-9d9b-0b8f6f5f2a11"),
