@@ -296,7 +296,12 @@ impl Machine for NotificationEndpoint {
                 | Command::Test { .. }
                 | Command::Resend { .. }
                 | Command::Dismiss { .. } => Err(Rejection::NotFound),
-                _ => Ok(Step::stay(Reply::Done)),
+                Command::Introduce { .. }
+                | Command::Enqueue { .. }
+                | Command::Delivered { .. }
+                | Command::Failed { .. }
+                | Command::Reseal { .. }
+                | Command::Tick => Ok(Step::stay(Reply::Done)),
             };
         }
         if command_is_a_person_s(&command) && !endpoint.is_for(ctx.by) {

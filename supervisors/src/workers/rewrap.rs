@@ -139,6 +139,7 @@ impl Rewrapper {
                 let command = ToEndpoint::Reseal { secret_enc: anew, is_former: field.is_former_secret() };
                 self.tell::<NotificationEndpoint>(outdated, command).await;
             }
+            // The one kind that is left of those that hold something sealed.
             _ => self.tell::<Allocation>(outdated, ToAllocation::Reseal { scheduler_request_enc: anew }).await,
         }
         Ok(())
