@@ -45,6 +45,11 @@ REFUSED_FOR_ITS_MEANING = [
     r"^Field `amount_minor` cannot be read: invalid type, expected a whole number",
     # No pattern tells all that is no address.
     r"^Field `(success|cancel)_url` cannot be read",
+    # Where a webhook goes: an address that leads to nobody on the internet, or no address at all.
+    r"^`url` is refused: ",
+    r"^A webhook needs a `url`",
+    r"^An e-mail goes to the address",
+    r"^Nothing is to be changed; give `url`",
     # A form that this installation does not have.
     r"^This installation publishes no package",
 ]

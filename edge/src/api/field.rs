@@ -132,6 +132,9 @@ pub(crate) fn without_control(text: &str) -> bool {
     !text.chars().any(char::is_control)
 }
 
+/// The events that webhooks and e-mails tell of.
+const EVENTS: &str = r"^(provisioning\.(active|failed|release_failed|release_exhausted|released)|node\.(state_changed|tenant_faulted)|terminal\.(opened|closed)|billing\.(balance_low|balance_depleted|payment_deposited|deposit_refused|refund_succeeded|refund_refused|refund_given_back|reversal_posted))$";
+
 /// Blanks alone tell nobody anything.
 fn is_legible(text: &str) -> bool {
     without_control(text) && !text.trim().is_empty()
@@ -209,7 +212,7 @@ texts! {
     ReceiverUrl: 2048, "an https address without a user name, a password or a fragment", r"^https://[!-~]+$",
         |text| text.starts_with("https://") && text.bytes().all(|byte| byte.is_ascii_graphic());
     /// The type of an event that notifications tell of; `notification.announced` is for those who listen.
-    EventName: 64, "the type of an event such as billing.balance_low", r"^[a-z_]+\.[a-z_]+$", domain::notification::is_delivered;
+    EventName: 64, "the type of an event such as billing.balance_low", EVENTS, domain::notification::is_delivered;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());

@@ -22,7 +22,7 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::asking::{Asking, ByAdmin, ByUser, replayed};
-use super::field::{ClaimId, EventName, Reason, ReceiverUrl, not_null, set_or_none};
+use super::field::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use super::stored::{self, current, find};
 use crate::body::{self, NoBody, Path};
 use crate::correlation::no_store;
@@ -85,7 +85,7 @@ enum DisabledBecause {
 pub(super) struct NewNotificationEndpoint {
     kind: EndpointKind,
     /// Of a webhook: where messages are posted. An e-mail goes to the address that your identity provider has verified.
-    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     url: Option<ReceiverUrl>,
     /// The types of events that it is told of; all where it is left out or null.
     #[serde(default, deserialize_with = "set_or_none::<_, _, EVENTS_MOST>")]
@@ -101,14 +101,14 @@ pub(super) struct NewNotificationEndpoint {
 #[serde(deny_unknown_fields)]
 pub(super) struct NotificationEndpointChange {
     /// Of a webhook.
-    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     url: Option<ReceiverUrl>,
     /// The types of events that it is told of; null: all.
     #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<EventName>>, max_items = 64)]
     events: Option<Option<Vec<EventName>>>,
     /// A disabled endpoint is told of nothing. When it is enabled again, what waits is sent at once.
-    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = true)]
     enabled: Option<bool>,
 }
@@ -122,10 +122,10 @@ fn given<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Vec
 #[serde(deny_unknown_fields)]
 pub(super) struct DeadLetters {
     /// One of them; all where it is left out.
-    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     message_id: Option<Uuid>,
     /// Kept in the audit log.
-    #[serde(default, deserialize_with = "not_null", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     reason: Option<Reason>,
 }
 
@@ -552,12 +552,12 @@ fn receiver(services: &Services, url: &ReceiverUrl) -> Result<String, ApiError> 
 fn address_of(services: &Services, asking: &Asking) -> Result<String, ApiError> {
     if services.delivery.mailer.is_none() {
         let message = "No mail server is configured; the operator sets SVC_SMTP_URL (see the README, E-mail).";
-        return Err(ApiError::new(Code::ServiceUnavailable, message));
+        return Err(ApiError::new(Code::StateConflict, message));
     }
     asking.verified_email.clone().ok_or_else(|| {
         let message = "Your access token has no e-mail address that your identity provider has verified (claims `email` and \
                        `email_verified`); verify one there and log in again.";
-        wrong(message, "kind")
+        ApiError::new(Code::StateConflict, message).detail("field", "kind")
     })
 }
 

@@ -119,7 +119,7 @@ async fn what_is_no_receiver_and_no_event_is_refused_by_the_name_of_its_field() 
         assert_eq!(refused.refused(400, "invalid_request")["field"], field, "{body}: {}", refused.body);
     }
     let mail = world.post(ENDPOINTS).user("ann").json(&json!({ "kind": "email" })).send().await;
-    mail.refused(503, "service_unavailable");
+    mail.refused(409, "state_conflict");
 }
 
 #[tokio::test]
