@@ -45,6 +45,8 @@ REFUSED_FOR_ITS_MEANING = [
     r"^Field `amount_minor` cannot be read: invalid type, expected a whole number",
     # No pattern tells all that is no address.
     r"^Field `(success|cancel)_url` cannot be read",
+    # Whose events: the token says whether there is an organization.
+    r"^Your access token names no organization",
     # Where a webhook goes: an address that leads to nobody on the internet, or no address at all.
     r"^`url` is refused: ",
     r"^A webhook needs a `url`",
