@@ -37,6 +37,8 @@ const FORMER_SECRET_KEPT_FOR: TimeDelta = TimeDelta::hours(24);
 const DISABLED_AFTER: TimeDelta = TimeDelta::days(5);
 /// What is kept of a reason, in characters.
 const REASON_MOST: usize = 200;
+/// The states of an endpoint that is there. Deleted ones stay as tombstones, of which a holder may have any number.
+pub const PRESENT: [&str; 3] = ["active", "failing", "disabled"];
 /// The event of a message that its owner asks for, to try the endpoint.
 pub const TEST: &str = "notification.test";
 

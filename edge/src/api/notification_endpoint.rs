@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::billing_account::Holder;
 use domain::notification_endpoint::{
-    Attempt, Change, Command, Disabled, NotificationEndpoint, Phase, Reply, Target, Waiting,
+    Attempt, Change, Command, Disabled, NotificationEndpoint, PRESENT, Phase, Reply, Target, Waiting,
 };
 use domain::{Kind, Machine as _};
 use persistence::read::ListFilter;
@@ -312,12 +312,13 @@ async fn wanted(
 
 /// The first of the holder's places that no endpoint has. Of two who take the same one, the commit admits one.
 async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiError> {
-    let filter = ListFilter { owner: Some(holder.to_string()), ..ListFilter::default() };
-    let rows = services.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items;
     let mut taken = BTreeSet::new();
-    for row in &rows {
-        let endpoint = stored::Stored::<NotificationEndpoint>::of(row)?.it;
-        taken.extend(endpoint.place.filter(|_| !endpoint.claims().is_empty()));
+    for state in PRESENT {
+        let (owner, state) = (Some(holder.to_string()), Some(state.to_owned()));
+        let filter = ListFilter { owner, state, ..ListFilter::default() };
+        for row in &services.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items {
+            taken.extend(stored::Stored::<NotificationEndpoint>::of(row)?.it.place);
+        }
     }
     Ok((0..u16::MAX).find(|place| !taken.contains(place)).unwrap_or(u16::MAX))
 }

@@ -14,7 +14,7 @@ use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::event::Stream;
 use domain::notification::{Channel, TOLD};
-use domain::notification_endpoint::{self, Command, NotificationEndpoint, Target};
+use domain::notification_endpoint::{self, Command, NotificationEndpoint, PRESENT, Target};
 use domain::policy::{Key, Scopes};
 use domain::{Action, EntityRef, Kind, Permit, Principal};
 use edge::notifications::encoded;
@@ -97,8 +97,12 @@ impl NotificationQueue {
     async fn queue(&self, told: &Told) -> anyhow::Result<()> {
         for word in self.notifier.words(&told.data).await? {
             let Some((holder, scopes)) = holder_of(&word.channel) else { continue };
-            let filter = ListFilter { owner: Some(holder), ..ListFilter::default() };
-            let rows = self.notifier.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items;
+            let mut rows = Vec::new();
+            for state in PRESENT {
+                let (owner, state) = (Some(holder.clone()), Some(state.to_owned()));
+                let filter = ListFilter { owner, state, ..ListFilter::default() };
+                rows.extend(self.notifier.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items);
+            }
             for row in rows {
                 let endpoint: NotificationEndpoint = serde_json::from_str(&row.body)?;
                 if endpoint.wants(&told.kind) && self.may_be_told(&endpoint, &scopes) {
