@@ -2,10 +2,10 @@
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 use tests::world::client::Client;
 use tests::world::receiver::Receiver;
-use tests::world::{PATIENCE, Plan, World};
+use tests::world::{Plan, World, id_of};
+use uuid::Uuid;
 
 const ENDPOINTS: &str = "/api/v1/notification-endpoints";
 
@@ -18,8 +18,7 @@ fn plan(receiver: &Receiver) -> Plan {
 /// An endpoint for all events, and its secret.
 async fn endpoint(world: &mut World, receiver: &Receiver) -> (Endpoint, String) {
     let body = json!({ "kind": "webhook", "url": receiver.url() });
-    let made = world.user.insist(Method::POST, ENDPOINTS, Some(&body)).await.created();
-    let endpoint = Endpoint { path: format!("{ENDPOINTS}/{}", made["id"].as_str().unwrap()), by: world.user.clone() };
+    let endpoint = Endpoint::of(world, &world.user.insist(Method::POST, ENDPOINTS, Some(&body)).await.created());
     let shown = world.user.get(&format!("{}/secret", endpoint.path)).await.ok();
     let secret = shown["secret"].as_str().unwrap().to_owned();
     world.keep_secret("a webhook's secret", secret.strip_prefix("whsec_").unwrap());
@@ -27,11 +26,21 @@ async fn endpoint(world: &mut World, receiver: &Receiver) -> (Endpoint, String) 
 }
 
 struct Endpoint {
+    id: Uuid,
     path: String,
     by: Client,
 }
 
 impl Endpoint {
+    fn of(world: &World, made: &Value) -> Self {
+        let id = id_of(made);
+        Self { id, path: format!("{ENDPOINTS}/{id}"), by: world.user.clone() }
+    }
+
+    fn test_path(&self) -> String {
+        format!("{}/test", self.path)
+    }
+
     async fn until(&self, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
         self.by.wait_until(&self.path, what, is_so).await
     }
@@ -42,7 +51,7 @@ async fn signed_messages_arrive_and_a_refused_one_comes_again_the_same() {
     let receiver = Receiver::start().await;
     let mut world = plan(&receiver).replicas(2).start().await;
     let (endpoint, secret) = endpoint(&mut world, &receiver).await;
-    let test = format!("{}/test", endpoint.path);
+    let test = endpoint.test_path();
     world.user.insist(Method::POST, &test, None).await.accepted();
     let tried = receiver.expect("notification.test", 1).await;
     let event = tried[0].verified(&secret);
@@ -99,7 +108,7 @@ async fn message_that_is_refused_too_often_is_a_dead_letter_until_it_is_sent_aga
     let mut world = plan(&receiver).policy("notification.delivery_max_attempts", 1).start().await;
     let (endpoint, _) = endpoint(&mut world, &receiver).await;
     receiver.answers(&[500]);
-    world.user.insist(Method::POST, &format!("{}/test", endpoint.path), None).await.accepted();
+    world.user.insist(Method::POST, &endpoint.test_path(), None).await.accepted();
     endpoint.until("there is a dead letter", |it| it["dead_letters"] == 1).await;
     let letters = world.user.get(&format!("{}/dead-letters", endpoint.path)).await.ok();
     assert!(letters["items"][0]["last_error"].as_str().unwrap().contains("500"), "{letters}");
@@ -118,7 +127,7 @@ async fn receiver_that_is_gone_is_asked_no_more() {
     let mut world = plan(&receiver).start().await;
     let (endpoint, _) = endpoint(&mut world, &receiver).await;
     receiver.answers(&[410]);
-    let test = format!("{}/test", endpoint.path);
+    let test = endpoint.test_path();
     world.user.insist(Method::POST, &test, None).await.accepted();
     let disabled = endpoint.until("it is disabled", |it| it["state"] == "disabled").await;
     assert_eq!(disabled["disabled_because"], "gone");
@@ -135,18 +144,78 @@ async fn receiver_in_a_private_network_is_not_connected_to_unless_the_operator_a
     let world = World::plan().start().await;
     let body = json!({ "kind": "webhook", "url": receiver.url() });
     world.user.insist(Method::POST, ENDPOINTS, Some(&body)).await.refused(400, "invalid_request");
-    // A name that is looked up at the attempt. This machine's own leads to a loopback address or to a private one.
-    let name = std::fs::read_to_string("/etc/hostname").unwrap_or_default().trim().to_owned();
-    let url = format!("https://{name}:{}/hooks", reqwest::Url::parse(&receiver.url()).unwrap().port().unwrap());
-    let made =
-        world.user.insist(Method::POST, ENDPOINTS, Some(&json!({ "kind": "webhook", "url": url }))).await.created();
-    let endpoint = Endpoint { path: format!("{ENDPOINTS}/{}", made["id"].as_str().unwrap()), by: world.user.clone() };
-    world.user.insist(Method::POST, &format!("{}/test", endpoint.path), None).await.accepted();
-    endpoint.until("an attempt was made", |it| it["attempts"].as_array().is_some_and(|all| !all.is_empty())).await;
-    let until = Instant::now() + Duration::from_secs(2).min(PATIENCE);
-    while Instant::now() < until {
-        assert!(receiver.received().is_empty());
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    let port = reqwest::Url::parse(&receiver.url()).unwrap().port().unwrap();
+    let url = format!("https://{}:{port}/hooks", name_of_a_private_address().await);
+    let body = json!({ "kind": "webhook", "url": url });
+    let endpoint = Endpoint::of(&world, &world.user.insist(Method::POST, ENDPOINTS, Some(&body)).await.created());
+    world.user.insist(Method::POST, &endpoint.test_path(), None).await.accepted();
+    let attempted = endpoint.until("an attempt was made", |it| it["attempts"] != json!([])).await;
+    let error = attempted["attempts"][0]["error"].as_str().unwrap();
+    assert!(error.starts_with("its address is "), "the name is looked up and its address is refused: {error}");
+    assert!(receiver.received().is_empty());
+    world.end().await;
+}
+
+/// A name that says nothing about its address, which is a loopback or a private one: this machine's own.
+async fn name_of_a_private_address() -> String {
+    let own = std::fs::read_to_string("/etc/hostname").unwrap_or_default().trim().to_owned();
+    for name in [own, "ip6-localhost".to_owned()] {
+        if tokio::net::lookup_host((name.as_str(), 443)).await.is_ok_and(|mut found| found.next().is_some()) {
+            return name;
+        }
     }
+    panic!("neither this machine's name nor ip6-localhost is in /etc/hosts");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn endpoint_that_cannot_be_read_delays_no_other_one_and_has_its_messages_once_it_is_put_back() {
+    let receivers = [Receiver::start().await, Receiver::start().await, Receiver::start().await];
+    // Each receiver has an authority of its own; the service trusts them all.
+    let authorities = tempfile::NamedTempFile::new().unwrap();
+    let pems = receivers.each_ref().map(|it| std::fs::read_to_string(it.authorities_path()).unwrap());
+    std::fs::write(authorities.path(), pems.concat()).unwrap();
+    let trusted = authorities.path().display().to_string();
+    let plan = World::plan().variable("SVC_NOTIFICATION_CA_PATH", &trusted);
+    let mut world = plan.variable("SVC_NOTIFICATION_ALLOWED_CIDRS", "127.0.0.0/8,::1/128").start().await;
+    let mut endpoints = Vec::new();
+    for receiver in &receivers {
+        endpoints.push(endpoint(&mut world, receiver).await.0);
+    }
+    // Neither the first nor the last, in whatever order they are read.
+    let altered = endpoints[1].id;
+    let alter = "UPDATE entity SET body = jsonb_build_object('was', body::text)::json WHERE id = $1";
+    assert_eq!(sqlx::query(alter).bind(altered).execute(&world.pool).await.unwrap().rows_affected(), 1);
+    world.node("h100").await;
+    let rented = world.rent("h100", 1).await;
+    rented.expect_state("active").await;
+    for receiver in [&receivers[0], &receivers[2]] {
+        receiver.expect("provisioning.active", 1).await;
+    }
+    assert!(receivers[1].received().is_empty());
+    let restore = "UPDATE entity SET body = (body->>'was')::json WHERE id = $1";
+    sqlx::query(restore).bind(altered).execute(&world.pool).await.unwrap();
+    receivers[1].expect("provisioning.active", 1).await;
+    rented.release().await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn endpoint_has_its_messages_however_many_its_holder_has_deleted() {
+    /// One more than a page of endpoints has.
+    const DELETED: usize = 201;
+    let receiver = Receiver::start().await;
+    let mut world = plan(&receiver).start().await;
+    let body = json!({ "kind": "webhook", "url": receiver.url() });
+    for _ in 0..DELETED {
+        let made = world.user.insist(Method::POST, ENDPOINTS, Some(&body)).await.created();
+        world.user.insist(Method::DELETE, &Endpoint::of(&world, &made).path, None).await;
+    }
+    let (made, _) = endpoint(&mut world, &receiver).await;
+    world.node("h100").await;
+    let rented = world.rent("h100", 1).await;
+    receiver.expect("provisioning.active", 1).await;
+    let listed = world.user.get(ENDPOINTS).await.ok();
+    assert_eq!(listed["items"][0]["id"], json!(made.id), "the first page of the list has it: {listed}");
+    rented.release().await;
     world.end().await;
 }

@@ -141,7 +141,7 @@ pub(super) async fn list(
     };
     let filter = ListFilter {
         owner: None,
-        state: filter.state.map(|state| state.name().to_owned()),
+        states: filter.state.map(|state| state.name().to_owned()).into_iter().collect(),
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
     };

@@ -233,7 +233,7 @@ pub(super) async fn list(
     introduce(&services, &asking).await;
     let holder = holder_of(&asking, listing.filter.holder.unwrap_or_default())?.to_string();
     let page = listing.page("notification-endpoints", &holder, Order::OldestFirst)?;
-    let filter = ListFilter { owner: Some(holder), ..ListFilter::default() };
+    let filter = ListFilter { owner: Some(holder), states: present(), ..ListFilter::default() };
     let rows = stored::list::<NotificationEndpoint>(&services, &filter, &page).await?;
     let Items { items, next_page } = stored::answer(&page, rows, |stored| EndpointView::of(&stored.it));
     Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
@@ -254,7 +254,7 @@ pub(super) async fn list_all(
     let page = listing.page("admin/notification-endpoints", "", Order::OldestFirst)?;
     let filter = ListFilter {
         owner: listing.filter.user_id.as_deref().map(|id| Holder::User(id.to_owned()).to_string()),
-        state: listing.filter.state.map(|state| state.name().to_owned()),
+        states: listing.filter.state.map_or_else(present, |state| vec![state.name().to_owned()]),
         ..ListFilter::default()
     };
     let rows = stored::list::<NotificationEndpoint>(&services, &filter, &page).await?;
@@ -313,12 +313,9 @@ async fn wanted(
 /// The first of the holder's places that no endpoint has. Of two who take the same one, the commit admits one.
 async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiError> {
     let mut taken = BTreeSet::new();
-    for state in PRESENT {
-        let (owner, state) = (Some(holder.to_string()), Some(state.to_owned()));
-        let filter = ListFilter { owner, state, ..ListFilter::default() };
-        for row in &services.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items {
-            taken.extend(stored::Stored::<NotificationEndpoint>::of(row)?.it.place);
-        }
+    let filter = ListFilter { owner: Some(holder.to_string()), states: present(), ..ListFilter::default() };
+    for row in &services.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items {
+        taken.extend(stored::Stored::<NotificationEndpoint>::of(row)?.it.place);
     }
     Ok((0..u16::MAX).find(|place| !taken.contains(place)).unwrap_or(u16::MAX))
 }
@@ -510,6 +507,11 @@ pub(super) async fn introduce(services: &Services, asking: &Asking) {
     if !matches!(tokio::time::timeout(INTRODUCED_WITHIN, told).await, Ok(Ok(_))) {
         tracing::info!(user.id = asking.caller.user_id, "an e-mail address could not be introduced yet");
     }
+}
+
+/// The states of those that are not deleted.
+fn present() -> Vec<String> {
+    PRESENT.map(str::to_owned).into()
 }
 
 async fn own(services: &Services, asking: &Asking, id: Uuid) -> Result<NotificationEndpoint, ApiError> {

@@ -100,8 +100,8 @@ async fn payments_of(
     given: &PaymentFilter,
     page: &Page,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
-    let state = given.state.map(|state| state.name().to_owned());
-    let filter = ListFilter { owner: Some(holder.to_string()), state, ..ListFilter::default() };
+    let states = given.state.map(|state| state.name().to_owned()).into_iter().collect();
+    let filter = ListFilter { owner: Some(holder.to_string()), states, ..ListFilter::default() };
     let rows = stored::list::<Payment>(services, &filter, page).await?;
     let account = id_of(holder);
     Ok(Json(stored::answer(page, rows, |stored| PaymentView::of(&stored.it, account))))

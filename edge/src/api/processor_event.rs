@@ -109,7 +109,8 @@ pub(super) async fn list(
         let items = views.filter(|view| filter.state.is_none_or(|state| state == view.state)).collect();
         return Ok(Json(Items { items, next_page: None }));
     }
-    let filter = ListFilter { state: filter.state.map(|state| state.name().to_owned()), ..ListFilter::default() };
+    let states = filter.state.map(|state| state.name().to_owned()).into_iter().collect();
+    let filter = ListFilter { states, ..ListFilter::default() };
     let rows = stored::list::<ProcessorEvent>(&services, &filter, &page).await?;
     Ok(Json(stored::answer(&page, rows, |stored| EventView::of(&stored.it, now))))
 }

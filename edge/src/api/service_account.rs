@@ -137,7 +137,7 @@ pub(super) async fn list(
         Some(_) | None => Some(asking.caller.user_id.clone()),
     };
     let page = listing.page("service-accounts", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
-    let filter = ListFilter { owner, state: Some(ACTIVE.to_owned()), ..ListFilter::default() };
+    let filter = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
     let rows = stored::list::<ServiceAccount>(&services, &filter, &page).await?;
     Ok(Json(stored::answer(&page, rows, |stored| view(stored.it))))
 }
@@ -178,7 +178,7 @@ pub(super) async fn create(
 async fn take_place(services: &Services, asking: &Asking, id: Uuid) -> Result<(), ApiError> {
     let caller = &asking.caller;
     let owner = Some(caller.user_id.clone());
-    let own = ListFilter { owner, state: Some(ACTIVE.to_owned()), ..ListFilter::default() };
+    let own = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
     let there = services.reads.list(Kind::ServiceAccount, &own, None, ALL).await?.items;
     let command = tenant::Command::ExpectAccount {
         user_id: caller.user_id.clone(),

@@ -169,7 +169,7 @@ pub(super) async fn offered(
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<OfferedView>>, ApiError> {
     let page = listing.page("skus", "", Order::OldestFirst)?;
-    let filter = ListFilter { state: Some(Status::Active.name().to_owned()), ..ListFilter::default() };
+    let filter = ListFilter { states: vec![Status::Active.name().to_owned()], ..ListFilter::default() };
     let rows = stored::list::<Sku>(&services, &filter, &page).await?;
     Ok(Json(stored::answer(&page, rows, |stored| entry(&stored.it))))
 }
@@ -187,8 +187,8 @@ pub(super) async fn list(
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
     let page = listing.page("admin/skus", "", Order::OldestFirst)?;
-    let state = listing.filter.status.map(|status| status.name().to_owned());
-    let rows = stored::list::<Sku>(&services, &ListFilter { state, ..ListFilter::default() }, &page).await?;
+    let states = listing.filter.status.map(|status| status.name().to_owned()).into_iter().collect();
+    let rows = stored::list::<Sku>(&services, &ListFilter { states, ..ListFilter::default() }, &page).await?;
     Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
 }
 

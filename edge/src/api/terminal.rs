@@ -15,7 +15,7 @@ use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
@@ -314,17 +314,11 @@ async fn open_on(
     allocation: AllocationId,
     owner: &str,
 ) -> Result<Vec<Stored<TerminalSession>>, ApiError> {
-    let mut open = BTreeMap::new();
-    for state in terminal_session::Phase::LIVE {
-        let (owner, state) = (Some(owner.to_owned()), Some(state.to_owned()));
-        let own = ListFilter { owner, state, ..ListFilter::default() };
-        let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
-        let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
-        let sessions = sessions.filter(|stored| stored.it.allocation_id == allocation);
-        // One that goes from state to state in between is met twice.
-        open.extend(sessions.map(|stored| (place(&stored), stored)));
-    }
-    Ok(open.into_values().collect())
+    let states = terminal_session::Phase::LIVE.map(str::to_owned).into();
+    let own = ListFilter { owner: Some(owner.to_owned()), states, ..ListFilter::default() };
+    let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
+    let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
+    Ok(sessions.filter(|stored| stored.it.allocation_id == allocation).collect())
 }
 
 /// Where it stands in a list. A position is kept in microseconds.
@@ -390,9 +384,9 @@ pub(super) async fn list(
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
     let owner = listing.filter.user_id.as_deref().map(str::to_owned);
     let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
-    let state = listing.filter.state.map(|state| state.name().to_owned());
-    let rows = stored::list::<TerminalSession>(&services, &ListFilter { owner, state, ..ListFilter::default() }, &page)
-        .await?;
+    let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
+    let filter = ListFilter { owner, states, ..ListFilter::default() };
+    let rows = stored::list::<TerminalSession>(&services, &filter, &page).await?;
     Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
 }
 

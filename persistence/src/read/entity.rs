@@ -38,7 +38,8 @@ pub struct NodeRow {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListFilter {
     pub owner: Option<String>,
-    pub state: Option<String>,
+    /// Those in one of these states; in any where there are none.
+    pub states: Vec<String>,
     pub sku: Option<Uuid>,
     /// Those that have all of these terms ([`domain::Machine::terms`]).
     pub terms: Vec<String>,
@@ -180,8 +181,8 @@ impl Reads {
         if let Some(owner) = &filter.owner {
             query.push(" AND owner = ").push_bind(owner);
         }
-        if let Some(state) = &filter.state {
-            query.push(" AND state = ").push_bind(state);
+        if !filter.states.is_empty() {
+            query.push(" AND state = ANY (").push_bind(&filter.states).push(")");
         }
         if let Some(sku) = filter.sku {
             query.push(" AND sku = ").push_bind(sku);

@@ -49,8 +49,9 @@ async fn a_list_is_filtered_by_owner_state_and_sku() {
     }
     let filters = [
         (ListFilter { owner: Some("ann".into()), ..ListFilter::default() }, 1),
-        (ListFilter { owner: Some("ann".into()), state: Some("draft".into()), ..ListFilter::default() }, 0),
-        (ListFilter { state: Some("active".into()), sku: Some(sku), ..ListFilter::default() }, 1),
+        (ListFilter { owner: Some("ann".into()), states: vec!["draft".into()], ..ListFilter::default() }, 0),
+        (ListFilter { states: vec!["active".into()], sku: Some(sku), ..ListFilter::default() }, 1),
+        (ListFilter { states: vec!["active".into(), "draft".into()], ..ListFilter::default() }, 2),
         (ListFilter { owner: Some("bob".into()), sku: Some(sku), ..ListFilter::default() }, 0),
         (ListFilter::default(), 2),
     ];

@@ -20,7 +20,7 @@ use domain::{Action, EntityRef, Kind, Permit, Principal};
 use edge::notifications::encoded;
 use futures::StreamExt;
 use futures::stream::select_all;
-use persistence::read::ListFilter;
+use persistence::read::{EntityRow, ListFilter};
 use std::time::Duration;
 
 /// Events that are worked on at once.
@@ -94,21 +94,35 @@ impl NotificationQueue {
         (message, acknowledge)
     }
 
+    /// Queues the event for every endpoint that wants it. An endpoint that cannot be read or asked is in no other's way: the event is brought
+    /// again for its sake, and the others know it by then.
     async fn queue(&self, told: &Told) -> anyhow::Result<()> {
+        let mut queued = Ok(());
         for word in self.notifier.words(&told.data).await? {
             let Some((holder, scopes)) = holder_of(&word.channel) else { continue };
-            let mut rows = Vec::new();
-            for state in PRESENT {
-                let (owner, state) = (Some(holder.clone()), Some(state.to_owned()));
-                let filter = ListFilter { owner, state, ..ListFilter::default() };
-                rows.extend(self.notifier.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items);
-            }
-            for row in rows {
-                let endpoint: NotificationEndpoint = serde_json::from_str(&row.body)?;
-                if endpoint.wants(&told.kind) && self.may_be_told(&endpoint, &scopes) {
-                    self.enqueue(row.entity, told, &word).await?;
+            for row in self.endpoints_of(&holder).await? {
+                let endpoint = row.entity;
+                if let Err(error) = self.queue_for(row, &scopes, told, &word).await {
+                    queued = Err(error.context(endpoint));
                 }
             }
+        }
+        queued
+    }
+
+    async fn endpoints_of(&self, holder: &str) -> anyhow::Result<Vec<EntityRow>> {
+        let filter = ListFilter {
+            owner: Some(holder.to_owned()),
+            states: PRESENT.map(str::to_owned).into(),
+            ..ListFilter::default()
+        };
+        Ok(self.notifier.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items)
+    }
+
+    async fn queue_for(&self, row: EntityRow, scopes: &Scopes, told: &Told, word: &Word) -> anyhow::Result<()> {
+        let endpoint: NotificationEndpoint = serde_json::from_str(&row.body)?;
+        if endpoint.wants(&told.kind) && self.may_be_told(&endpoint, scopes) {
+            self.enqueue(row.entity, told, word).await?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use domain::machine::Command as _;
 use domain::terminal_session::{Command, Phase, TerminalSession};
 use domain::{AllocationId, Kind, NodeId, TerminalSessionId};
 use persistence::StoreError;
-use persistence::read::{Cursor, ListFilter};
+use persistence::read::ListFilter;
 
 /// Sessions that are read at once: more live ones than any user may have.
 const PAGE: u32 = 1000;
@@ -55,20 +55,16 @@ async fn live(
     owner: Option<&str>,
     is_meant: impl Fn(&TerminalSession) -> bool,
 ) -> Result<Vec<TerminalSessionId>, StoreError> {
-    let mut live = Vec::new();
-    for state in Phase::LIVE {
-        let filter =
-            ListFilter { owner: owner.map(str::to_owned), state: Some(state.to_owned()), ..ListFilter::default() };
-        let mut after: Option<Cursor> = None;
-        loop {
-            let page = by.reads.list(Kind::TerminalSession, &filter, after, PAGE).await?;
-            let sessions = page.items.iter().filter_map(|row| serde_json::from_str::<TerminalSession>(&row.body).ok());
-            live.extend(sessions.filter(|session| is_meant(session)).map(|session| session.id));
-            after = page.next;
-            if after.is_none() {
-                break;
-            }
+    let states = Phase::LIVE.map(str::to_owned).into();
+    let filter = ListFilter { owner: owner.map(str::to_owned), states, ..ListFilter::default() };
+    let (mut live, mut after) = (Vec::new(), None);
+    loop {
+        let page = by.reads.list(Kind::TerminalSession, &filter, after, PAGE).await?;
+        let sessions = page.items.iter().filter_map(|row| serde_json::from_str::<TerminalSession>(&row.body).ok());
+        live.extend(sessions.filter(|session| is_meant(session)).map(|session| session.id));
+        after = page.next;
+        if after.is_none() {
+            return Ok(live);
         }
     }
-    Ok(live)
 }

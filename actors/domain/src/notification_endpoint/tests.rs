@@ -349,6 +349,9 @@ fn happenings() -> impl Strategy<Value = Vec<Happening>> {
 }
 
 proptest! {
+    // A queue that is full takes milliseconds to check, and most cases fill it.
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     /// Each message that was taken waits, was delivered, is a dead letter, or was counted as forgotten; and the snapshot is bounded.
     #[test]
     fn whatever_happens_no_message_is_lost_uncounted_and_the_queue_is_bounded(happenings in happenings()) {
