@@ -151,7 +151,7 @@ async fn receiver_in_a_private_network_is_not_connected_to_unless_the_operator_a
     world.user.insist(Method::POST, &endpoint.test_path(), None).await.accepted();
     let attempted = endpoint.until("an attempt was made", |it| it["attempts"] != json!([])).await;
     let error = attempted["attempts"][0]["error"].as_str().unwrap();
-    assert!(error.starts_with("its address is "), "the name is looked up and its address is refused: {error}");
+    assert!(error.contains("its address is "), "the name is looked up and its address is refused: {error}");
     assert!(receiver.received().is_empty());
     world.end().await;
 }
